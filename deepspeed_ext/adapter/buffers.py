@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["NORM_BYTES", "START_ALIGNMENT", "Buffer"]
+__all__ = ["START_ALIGNMENT", "Buffer"]
 
 START_ALIGNMENT = 2
 """Elements per rank to which a flat buffer of stages 1 and 2 is aligned
 (``nccl_start_alignment_factor``)."""
-
-NORM_BYTES = 8
-"""Bytes per gradient element while its norm is computed with offload, in fp64."""
 
 
 class Buffer(enum.Enum):

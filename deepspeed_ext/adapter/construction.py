@@ -40,6 +40,7 @@ from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
 from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -237,12 +238,13 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
 
 def _memory(plan: ZenFlowPlan) -> str:
     """What ZenFlow holds on this rank."""
-    there, held = Place.ACCELERATOR, plan.parts(Place.HOST, Phase.BETWEEN)
-    locked = nbytes_of([part for part in held if part.memory.is_page_locked])
+    there, held = Place.ACCELERATOR, Held(plan)
+    here = held.parts(Place.HOST, Phase.BETWEEN)
+    locked = nbytes_of([part for part in here if part.memory.is_page_locked])
     return (
-        f"a rank holds {_mib(nbytes_of(held))} of the host, {_mib(locked)} of it page-locked, and "
-        f"{_mib(plan.nbytes(there, Phase.BETWEEN))} of the accelerator, "
-        f"{_mib(plan.nbytes(there, Phase.STEP))} in a step"
+        f"a rank holds {_mib(nbytes_of(here))} of the host, {_mib(locked)} of it page-locked, and "
+        f"{_mib(held.nbytes(there, Phase.BETWEEN))} of the accelerator, "
+        f"{_mib(held.nbytes(there, Phase.STEP))} in a step"
     )
 
 

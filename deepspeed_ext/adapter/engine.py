@@ -190,9 +190,7 @@ class Engine(EngineSettings):
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        ratio, is_open = settings.host_ratio, settings.leaves_ratio_open
-        asks = ratio is None
-        return ZenFlowRun.of(zenflow, timeouts, steps, None if is_open else ratio, asks)
+        return ZenFlowRun.of(zenflow, timeouts, steps, settings.host_ratio)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()

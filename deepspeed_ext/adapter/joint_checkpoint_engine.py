@@ -91,10 +91,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             checkpoints are on node-local storage.
         state: p, m and v, which the worker writes; None: there is no worker. Nothing is in flight
             while DeepSpeed saves.
-        continues: whether training continues while a save is written; `leads` is then true on one
-            rank only.
 
     Attributes:
+        continues: whether training continues while a save is written; `leads` is then true on one
+            rank only.
         kept: the first error of this rank since `begin_save`.
     """
 
@@ -111,7 +111,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._ranks = ranks
         self._leads = leads
         self._state = state
-        self._continues = continues
+        self.continues = continues
         self._home = OwnProcess("a checkpoint that is being saved")
         self._is_begun = False
         self._folder: CheckpointFolder | None = None
@@ -136,7 +136,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._is_begun, self._names_latest = True, names_latest
         self.kept.take()
         # registered after all other atexit functions, so it runs first
-        if self._continues and not self._is_watching_exit:
+        if self.continues and not self._is_watching_exit:
             self._is_watching_exit = True
             atexit.register(_finish_at_exit, weakref.ref(self))
             # Before Python 3.13, processes forked by multiprocessing do not run atexit functions.
@@ -200,7 +200,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         try:
             holes = write_skeleton(content, path)
         except SkeletonError as error:
-            if self._continues and self._folder is not None:
+            if self.continues and self._folder is not None:
                 logger.warning(
                     f"rank {self._ranks.rank}: training waits while a file is written: {error}"
                 )
@@ -210,7 +210,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             holes = []
         if self._folder is not None and self._state is not None:
             numbers, holes = _submit_arena(holes, path, self._state)
-        if not self._continues or self._folder is None:
+        if not self.continues or self._folder is None:
             self._finish_file(path, holes, numbers)
             return
         needed = sum(hole.values.nbytes for hole in holes)
@@ -249,7 +249,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, if any rank could not write. Training can continue, and
                 existing checkpoints are unchanged.
         """
-        if self._folder is not None and self._continues:
+        if self._folder is not None and self.continues:
             assert self._state is not None
             jobs, self._jobs = self._jobs, []
             self._saving = _Saving(info, self._folder, begin_writing(jobs), self._state.link)

@@ -47,39 +47,10 @@ class Saver:
 
     Attributes:
         files: our checkpoint engine; None: DeepSpeed's own checkpoint engine is used.
-        continues: whether training continues while `files` saves.
     """
 
-    def __init__(
-        self, files: JointCheckpointEngine | None = None, *, continues: bool = False
-    ) -> None:
+    def __init__(self, files: JointCheckpointEngine | None = None) -> None:
         self.files = files
-        self.continues = continues
-
-    @classmethod
-    def of(
-        cls,
-        config_params: Any,
-        world: RankGroup,
-        *,
-        leads: bool,
-        host: HostOptimizer | None,
-        async_save: bool,
-    ) -> Saver:
-        """Build the run's checkpoint engine.
-
-        Args:
-            config_params, world, leads: see `JointCheckpointEngine`.
-            host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
-        """
-        files = JointCheckpointEngine(
-            config_params,
-            world,
-            leads,
-            None if host is None else host.state,
-            continues=(continues := host is not None and async_save),
-        )
-        return cls(files, continues=continues)
 
     @contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:
@@ -141,7 +112,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if the save failed.
         """
-        if self.files is not None and self.continues:
+        if self.files is not None and self.files.continues:
             self.files.finish_if_written()
 
     def finish_alone(self) -> None:
@@ -300,8 +271,10 @@ class Parts:
             world, leads: see `JointCheckpointEngine`.
         """
         if kind is TorchCheckpointEngine:
-            host = None if self.zenflow is None else self.zenflow.host
-            self.saver = Saver.of(config, world, leads=leads, host=host, async_save=async_save)
+            state = None if self.zenflow is None else self.zenflow.host.state
+            continues = state is not None and async_save
+            files = JointCheckpointEngine(config, world, leads, state, continues=continues)
+            self.saver = Saver(files)
             return True
         if async_save:
             logger.warning(
@@ -329,7 +302,7 @@ class Parts:
         if (
             zenflow is not None
             and offload is not None
-            and offload.host_ratio != settings.host_ratio
+            and offload.host_ratio not in (None, settings.host_ratio)
         ):
             logger.warning(
                 "zero_optimization.offload_optimizer.ratio has no effect: "

@@ -23,6 +23,7 @@ from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.config.file import read_json, require_fields, shown
 from deepspeed_ext.config.zenflow import OF_ONE_RULE
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan.facts import Ratio
 from deepspeed_ext.zenflow.plan.rules import limits_of
 
 __all__ = ["Config", "ZeroConfig"]
@@ -52,9 +53,11 @@ class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
         self._chooses_ratio = chooses_ratio
 
     @property
-    def host_ratio(self) -> float | None:
-        """`ratio`; None: "auto"."""
-        return None if self._chooses_ratio else self.ratio
+    def host_ratio(self) -> Ratio:
+        """`ratio`; None: not given."""
+        if self._chooses_ratio:
+            return "auto"
+        return self.ratio if "ratio" in self.model_fields_set else None
 
 
 class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
@@ -83,23 +86,16 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return self if self.zenflow is not None else super().offload_ratio_check()
 
     @property
-    def host_ratio(self) -> float | None:
-        """The share of the optimizer on the host with ZenFlow; None: "auto". 1 with CPU offload of
-        the weights, and with a rule that has no share (`RuleSettings.limits`)."""
-        weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
-        has_none = self.zenflow is not None and bool(limits_of(self.zenflow))
-        if self.offload_optimizer is None or weights_there or has_none:
-            return 1.0
-        return self.offload_optimizer.host_ratio
-
-    @property
-    def leaves_ratio_open(self) -> bool:
-        """Whether the config does not give the share on the host, so that the plan may choose
-        it."""
+    def host_ratio(self) -> Ratio:
+        """The share of the optimizer on the host with ZenFlow; None: not given. 1 with CPU offload
+        of the weights, and given with a rule that has no share (`RuleSettings.limits`)."""
         offload, weights = self.offload_optimizer, self.offload_param
-        return (weights is None or weights.device != "cpu") and (
-            offload is None or "ratio" not in offload.model_fields_set
+        given = None if offload is None else offload.host_ratio
+        has_none = self.zenflow is not None and limits_of(self.zenflow)
+        is_one = (weights is not None and weights.device == "cpu") or (
+            given is not None and has_none
         )
+        return 1.0 if is_one else given
 
     def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
         """The ``zenflow`` section. DeepSpeed's ``bf16.bf16_optimizer_states`` sets its
@@ -168,7 +164,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     def _contradictions(self) -> str:
         """One line per pair of contradicting settings."""
-        if self.host_ratio is None and self.zenflow is None:
+        if self.host_ratio == "auto" and self.zenflow is None:
             return (
                 'zero_optimization.offload_optimizer.ratio = "auto" (or "fit") needs '
                 "zero_optimization.zenflow: give a number, or add that section"

@@ -29,7 +29,6 @@ from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import write
@@ -331,7 +330,7 @@ def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
         was: whether that was the exact one; None: not known.
     """
     rule = host.decided.rule
-    if was is None or not isinstance(rule, PredictiveSettings):
+    if was is None or rule.limits:
         return None
     if rule.overlapped is not was:
         return None

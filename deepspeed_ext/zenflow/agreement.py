@@ -4,7 +4,6 @@ plans compared once."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -19,7 +18,7 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["agreed_plan", "facts_of_all", "without_landing"]
+__all__ = ["agreed_plan", "facts_of_all"]
 
 
 def facts_of_all(
@@ -66,25 +65,18 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
     """
     fields = run.config.model_dump(exclude={"pt_reserved_cores"})
     by_epoch = run.config.select_strategy == "epoch"  # otherwise ranks may load different data
-    ratio = run.host_ratio, run.asks_for_ratio
-    settings = fields, run.steps_per_epoch if by_epoch else None, ratio
+    settings = fields, run.steps_per_epoch if by_epoch else None, run.ratio
     with together(ranks, otherwise=None):
         plan = decide(
             facts,
             run.config,
-            host_share=run.host_ratio,
-            is_asked=run.asks_for_ratio,
+            ratio=run.ratio,
             steps_per_epoch=run.steps_per_epoch,
         )
     require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
     if ranks.rank == 0:
         _log(plan)
     return plan
-
-
-def without_landing(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFlowPlan:
-    """The plan of this rank after a rank failed to allocate landing buffers. A collective."""
-    return agreed_plan(replace(facts, refuses_landing=True), run, ranks)
 
 
 def _log(plan: ZenFlowPlan) -> None:

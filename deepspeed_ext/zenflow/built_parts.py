@@ -14,7 +14,6 @@ from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.inside_step import Results
@@ -57,7 +56,7 @@ def prepare_kernels(
     if Kernel.STEP in plan.kernels:
         stepped = gradient, of_weights
         calls.append(kind.step_kernels(device, block_size, stepped, alignments))
-    if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
+    if Kernel.ESTIMATE in plan.kernels:
         estimated = of_weights, published, gradient
         calls.append(kind.estimate_kernels(device, block_size, estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
@@ -65,8 +64,7 @@ def prepare_kernels(
 
 def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena) -> Partition:
     """A partition as the rule sees it: without its head, which steps on the accelerator."""
-    layout, decided = plan.rule.layout, plan.partitions[index]
-    head = decided.head
+    layout, head = plan.rule.layout, plan.partitions[index].head
     return Partition(
         index,
         state.group,
@@ -78,5 +76,5 @@ def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena)
         grad_dtype=getattr(torch, plan.dtypes.gradient),
         per_block=arena.tensor(plan.kinds.per_block.kind, index),
         ring=[arena.tensor(*key) for key in arena.keys("g", index)],
-        places=decided.places,
+        places=plan.places,
     )

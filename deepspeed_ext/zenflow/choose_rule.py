@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, RuleSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
@@ -24,6 +25,12 @@ SAVED: Mapping[str, tuple[type[State], type[PartitionValues]]] = {
 """What a checkpoint holds by rule: the state of the schedule, and of each partition."""
 
 
+_RULES: Mapping[type[RuleSettings], type[SelectiveRule] | type[PredictiveRule]] = {
+    PredictiveSettings: PredictiveRule,
+    SelectiveSettings: SelectiveRule,
+}
+
+
 def rule_of(plan: ZenFlowPlan) -> type[SelectiveRule] | type[PredictiveRule]:
     """The class of the plan's update rule."""
-    return SelectiveRule if isinstance(plan.rule, SelectiveSettings) else PredictiveRule
+    return _RULES[type(plan.rule)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
-from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
+from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.first_steps import FirstSteps
@@ -148,7 +148,7 @@ def _plan_with_buffers(
     plan = agreed_plan(facts, run, ranks)
     buffers = landing_buffers(plan, ranks)
     if buffers is None:
-        plan, buffers = without_landing(facts, run, ranks), []
+        plan, buffers = agreed_plan(replace(facts, refuses_landing=True), run, ranks), []
     if plan.shortage is not None:
         raise agreed(OutOfMemoryError(plan.shortage), ranks)
     return plan, buffers

@@ -56,7 +56,7 @@ class Machine:
         shards = self.stage == 3
         caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=shards)
         facts = ZenFlowFacts((rank,) * len(self.ranks), caller)
-        return decided(facts, config, host_share=share)
+        return decided(facts, config, ratio="auto" if share is None else share)
 
     @cached_property
     def speeds(self) -> list[Speeds]:
@@ -73,7 +73,7 @@ class Machine:
     def unused(self, plan: ZenFlowPlan) -> int:
         """Bytes of the accelerator that a step with `plan` leaves, beside the reserve."""
         room = (2.2 + self.free * 12.1) * NUMEL
-        return round(room) - plan.held.head_bytes - plan.held.landing_bytes
+        return round(room) - plan.head_bytes - plan.landing_bytes
 
     @cached_property
     def automatic(self) -> ZenFlowPlan:

@@ -105,7 +105,7 @@ class VirtualRun:
         self._threads, self._waited = THREADS, True
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
         facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
-        decided = decide(facts, ZenFlowConfig(), host_share=None, is_asked=False)
+        decided = decide(facts, ZenFlowConfig(), ratio=None)
         assert decided.measures_share
         self.schedule = PredictiveSchedule(True, warm_up)
         no_errors, limit = contextlib.nullcontext, self._limit

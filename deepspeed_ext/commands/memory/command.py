@@ -44,14 +44,12 @@ def run_from_cli(arguments: Any) -> str:
             from deepspeed_ext.commands.memory.config_file import read_config
 
             read = read_config(arguments.config, ranks.count)
-        setups, notes = [read.setup], (*notes, *read.notes)
+        setups, notes = [read.setup], [*notes, *read.notes]
         dtype = DTYPES[arguments.dtype] if arguments.dtype else read.dtype
-    model = Model(arguments.params or shape.params, arguments.largest_param or shape.largest, dtype)
-    model = replace(model, largest=min(model.params, model.largest))
-    question, assumed = _question(arguments, shape, model, ranks)
-    if arguments.accelerator_gib == HERE:
-        notes = (*notes, *_notes_of_this_machine())
-    found = fits(question, setups)
+    params = arguments.params or shape.params
+    model = Model(params, min(params, arguments.largest_param or shape.largest), dtype)
+    question, assumed, more = _question(arguments, shape, model, ranks)
+    notes, found = [*notes, *more], fits(question, setups)
     if arguments.json:
         return json.dumps(as_json(question, found, notes))
     text = as_text(name, assumed, question, found, notes, all_ways=bool(arguments.all))
@@ -71,33 +69,36 @@ def run_from_cli(arguments: Any) -> str:
 
 
 def _require_consistent(arguments: Any) -> None:
+    given = {name for name, value in vars(arguments).items() if value}
     wrong = {
-        "--params and --model: give only one": arguments.params and arguments.model,
-        "--largest-param: not with --model, which has it": arguments.largest_param
-        and arguments.model,
+        "--params and --model: give only one": {"params", "model"} <= given,
+        "--largest-param: not with --model, which has it": {"largest_param", "model"} <= given,
         "--largest-param is more than --params": arguments.params
         and (arguments.largest_param or 0) > arguments.params,
         "--ranks-per-host is more than --ranks": (arguments.ranks_per_host or 0) > arguments.ranks,
-        "--write: not with --config, which names one run": arguments.write and arguments.config,
-        "--all: not with --config, which names one run": arguments.all and arguments.config,
-        "--for: only with --write": vars(arguments)["for"] and not arguments.write,
+        "--write: not with --config, which names one run": {"write", "config"} <= given,
+        "--all: not with --config, which names one run": {"all", "config"} <= given,
+        "--for: only with --write": "for" in given and "write" not in given,
     }
     for problem, is_given in wrong.items():
         if is_given:
             raise ConfigError(problem)
 
 
-def _shape(arguments: Any) -> tuple[str, Shape, tuple[str, ...]]:
+def _shape(arguments: Any) -> tuple[str, Shape, list[str]]:
     if arguments.model is not None:
         return read_shape(arguments.model)
-    note = (
-        "activations and the largest parameter are those of a model like Llama 3; --model has yours"
-    )
-    return "A model", typical(arguments.params), (note,)
+    typically = "activations and the largest parameter are those of a model like Llama 3"
+    return "A model", typical(arguments.params), [f"{typically}; --model has yours"]
 
 
-def _question(arguments: Any, shape: Shape, model: Model, ranks: Ranks) -> tuple[Question, str]:
-    given = _accelerator_bytes(arguments.accelerator_gib)
+def _question(
+    arguments: Any, shape: Shape, model: Model, ranks: Ranks
+) -> tuple[Question, str, list[str]]:
+    """What is asked, what is assumed of the machine, and notes on it."""
+    gpu, host = arguments.accelerator_gib, arguments.host_gib
+    gpu, notes = _accelerator_here() if gpu == HERE else (gpu, [])
+    given = None if gpu is None else int(gpu * (1 << 30))
     machine, of_card, assumed = machine_of(arguments.card, arguments.host, given)
     speeds = {
         "link": (arguments.link_gbps, 1e9),
@@ -107,43 +108,33 @@ def _question(arguments: Any, shape: Shape, model: Model, ranks: Ranks) -> tuple
     }
     found = {name: value * unit for name, (value, unit) in speeds.items() if value is not None}
     per_token = KEPT if arguments.keep_activations else RECOMPUTED
-    host = arguments.host_gib
-    capacity = Capacity(
-        of_card if given is None and arguments.card else given,
-        total_host_bytes() if host == HERE else _bytes(host),
-    )
+    if host is not None:
+        host = total_host_bytes() if host == HERE else int(host * (1 << 30))
     sequence = arguments.seq_len or Question.sequence
-    return Question(
+    question = Question(
         shape,
         model,
         ranks,
-        capacity,
+        Capacity(of_card if given is None and arguments.card else given, host),
         replace(machine, per_token=per_token, **found),
         arguments.tokens or max(Question.tokens, sequence),
         sequence,
         fused_loss=bool(arguments.fused_loss),
-    ), assumed
+    )
+    return question, assumed, notes
 
 
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * (1 << 30))
-
-
-def _accelerator_bytes(gib: Any) -> int | None:
-    if gib != HERE:
-        return _bytes(gib)
+def _accelerator_here() -> tuple[float, list[str]]:
+    """GiB of this machine's accelerator, and a note if it has no memory of its own."""
     with contextlib.redirect_stdout(io.StringIO()):
-        from deepspeed_ext.runtime.backend import get_accelerator
+        from deepspeed_ext.runtime.backend import (
+            SHARED_MEMORY,
+            get_accelerator,
+            has_host_memory,
+        )
 
         accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         raise ConfigError("--gpu-gb here: this machine has no accelerator; give its GiB")
-    return int(accelerator.total_memory())
-
-
-def _notes_of_this_machine() -> list[str]:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory
-
-    if not has_host_memory():
-        return []
-    return [f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"]
+    shared = f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"
+    return accelerator.total_memory() / (1 << 30), [shared] if has_host_memory() else []

@@ -26,7 +26,9 @@ _SIZES = (
     "max_live_parameters",
     "max_reuse_distance",
 )
-_ADAMS, _LION = ("adam", "adamw"), "lion"
+_STATES = "bf16_optimizer_states"
+_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", _STATES)
+"""Settings that ZenFlow replaces."""
 
 
 @dataclass(frozen=True)
@@ -56,43 +58,41 @@ def read_config(path: str, ranks: int) -> FileSettings:
     require_section(zero)
     _require_known(zero, section, config)
     dtype, notes = _dtype(config)
-    return FileSettings(
-        _setup(config, section, zero, ranks), dtype, (*notes, *_optimizer(config), *_auto(section))
-    )
+    optimizer = section_of(config, "optimizer")
+    name = str(optimizer.get("type", "adam"))
+    if "adam" not in name.lower() and name.lower() != "lion":
+        notes.append(f"the optimizer is {name}: two fp32 moments are counted, as for Adam")
+    notes += [
+        f"counted with DeepSpeed's default, because it is auto: {field}"
+        for field in sorted(section)
+        if section[field] == "auto"
+    ]
+    return FileSettings(_setup(config, section, zero, ranks), dtype, tuple(notes))
 
 
-def _optimizer(config: Mapping[str, Any]) -> list[str]:
-    """A note if the config names an optimizer that is neither an Adam nor Lion."""
-    name = str(section_of(config, "optimizer").get("type", "adam"))
-    known = "adam" in name.lower() or name.lower() == _LION
-    return [] if known else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
-
-
-_BF16_STATES = "bf16_optimizer_states"
-_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", _BF16_STATES)
-"""Settings that ZenFlow replaces."""
+def _of_precision(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {name: section_of(config, name) for name in ("bf16", "bfloat16", "fp16")}
 
 
 def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    sections = [section_of(config, name) for name in ("bf16", "bfloat16", "fp16")]
-    offload, param = zero.offload_optimizer, zero.offload_param
+    offload, param, ours = zero.offload_optimizer, zero.offload_param, zero.zenflow is not None
     no_stage = "" if "stage" in section else " (the config gives no zero_optimization.stage)"
     unknown = {
         f"stage 0{no_stage}": int(zero.stage) == 0,
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-        "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None
-        and zero.host_ratio != 1,
+        "offload_optimizer.ratio below 1 without zenflow": not ours
+        and zero.host_ratio not in (None, 1),
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+        "contiguous_gradients: false": section.get("contiguous_gradients") is False,
         "quantized weights or gradients": any(
             section.get(name) is True for name in section if "quantized" in name
         ),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
     }
-    if zero.zenflow is None:
-        unknown |= {
-            name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION
-        }
+    sections = _of_precision(config).values()
+    for name in () if ours else _LOW_PRECISION:
+        unknown[name] = any(each.get(name) is True for each in sections)
     if found := [name for name, given in unknown.items() if given]:
         raise ConfigError(
             f"plan --memory cannot compute the memory of {' and '.join(found)}: plan without it"
@@ -102,32 +102,30 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
 def _setup(
     config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int
 ) -> Setup:
-    offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
-    wants_bf16_states = any(
-        section_of(config, name).get(_BF16_STATES) is True for name in ("bf16", "bfloat16")
+    offload = zero.offload_optimizer
+    on_host = offload is not None and offload.device == "cpu"
+    precision, optimizer = _of_precision(config), section_of(config, "optimizer")
+    in_use = zero.zenflow_with(
+        any(precision[name].get(_STATES) is True for name in ("bf16", "bfloat16"))
     )
-    in_use = zero.zenflow_with(wants_bf16_states)
     zenflow = None if in_use is None else ZenFlowConfig(**in_use.model_dump(exclude_unset=True))
-    optimizer = section_of(config, "optimizer")
     name = str(optimizer.get("type", "")).lower()
-    torch_adam = section_of(optimizer, "params").get("torch_adam") is True
+    of_torch = section_of(optimizer, "params").get("torch_adam") is True
+    summed, overlaps = section_of(config, "data_types"), section.get("overlap_comm")
     stage: Any = int(zero.stage)
     sizes: dict[str, Any] = {name: int(getattr(zero, name)) for name in _SIZES}
     return Setup(
         stage=stage,
-        offload=offload and zenflow is None,
+        offload=on_host and zenflow is None,
         zenflow=zenflow,
         accumulation=_accumulation(config, ranks),
-        accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype")
-        in ("fp32", "float32"),
-        fused_adam=not torch_adam and (name in (*_ADAMS, _LION) or offload),
-        pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
+        accumulates_fp32=summed.get("grad_accum_dtype") in ("fp32", "float32"),
+        fused_adam=not of_torch and (name in ("adam", "adamw", "lion") or on_host),
+        pins=on_host and offload is not None and offload.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
-        host_share=zero.host_ratio,
-        layout=LION_STATE if name == _LION else ADAM_STATE,
-        overlap_comm=section["overlap_comm"]
-        if isinstance(section.get("overlap_comm"), bool)
-        else None,
+        host_share=1.0 if (wish := zero.host_ratio) is None else None if wish == "auto" else wish,
+        layout=LION_STATE if name == "lion" else ADAM_STATE,
+        overlap_comm=overlaps if isinstance(overlaps, bool) else None,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,
         flatten_tier=zero.flatten_tier,
         gathers_on_save=zero.gather_16bit_weights_on_model_save,
@@ -137,9 +135,7 @@ def _setup(
 
 def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Dtype of the weights, and a note if the config leaves it to the Trainer."""
-    enabled = {
-        name: section_of(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16")
-    }
+    enabled = {name: each.get("enabled") for name, each in _of_precision(config).items()}
     if True in (enabled["bf16"], enabled["bfloat16"]):
         return "bfloat16", []
     if enabled["fp16"] is True:
@@ -158,8 +154,3 @@ def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
     batch = count_in(config, "train_batch_size")
     micro = count_in(config, "train_micro_batch_size_per_gpu")
     return 1 if batch is None or micro is None else max(1, math.ceil(batch / (micro * ranks)))
-
-
-def _auto(section: Mapping[str, Any]) -> list[str]:
-    names = sorted(name for name, value in section.items() if value == "auto")
-    return [f"counted with DeepSpeed's default, because it is auto: {name}" for name in names]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.commands.memory.machine import Machine, StepTime, step_time
+from deepspeed_ext.commands.memory.machine import Machine, lanes_on
 from deepspeed_ext.commands.memory.model import Shape, typical
 from deepspeed_ext.commands.memory.plan import Capacity, MemoryPlan, added_up, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
@@ -68,11 +68,11 @@ class Question:
     @property
     def activations(self) -> int:
         """Bytes of activations of a GPU, recomputed or not as the machine's operations count."""
-        recomputed = self.machine.per_token == Machine.per_token
-        item = self.model.itemsize
-        fused = self.fused_loss
         return self.shape.activation_bytes(
-            self.sequence, item, recomputed=recomputed, fused_loss=fused
+            self.sequence,
+            self.model.itemsize,
+            recomputed=self.machine.per_token == Machine.per_token,
+            fused_loss=self.fused_loss,
         )
 
     @property
@@ -87,7 +87,6 @@ class Fit:
 
     Attributes:
         plan: its memory.
-        time: its optimizer step.
         waits, seconds: what a step waits for the optimizer, and a whole step.
         needed: bytes of a GPU with activations, and of a host with all its ranks.
         left: by place, bytes left beside the reserve; empty: the machine is not known.
@@ -95,7 +94,6 @@ class Fit:
     """
 
     plan: MemoryPlan
-    time: StepTime
     waits: float
     seconds: float
     needed: dict[Place, int]
@@ -136,46 +134,59 @@ def _fit(question: Question, setup: Setup) -> Fit:
     plan = plan_memory(model, ranks, setup, capacity)
     if plan.zenflow is not None and plan.zenflow.measures_share:
         plan = added_up(model, ranks, plan.setup, _as_measured(question, plan.setup))
-    time = step_time(model, ranks, plan.setup, question.machine, plan.zenflow)
-    there = Place.ACCELERATOR
-    in_backward = plan.nbytes(there, Phase.BACKWARD) + question.activations
-    needed = {there: max(plan.peak(there), in_backward), Place.HOST: plan.host_peak()}
-    of_all = {there: capacity.accelerator, Place.HOST: capacity.host}
-    kept = {there: GPU_RESERVE, Place.HOST: HOST_RESERVE + ranks.per_host * RANK_RESERVE}
-    left = {
-        place: size - kept[place] - needed[place]
-        for place, size in of_all.items()
-        if size is not None
-    }
-    missing = sum(-nbytes / (of_all[place] or 1) for place, nbytes in left.items() if nbytes < 0)
-    waits = time.waits(question.compute)
-    return Fit(plan, time, waits, question.compute + waits, needed, left, missing)
+    lanes = lanes_on(question.machine, model, ranks, plan.setup, plan.zenflow)
+    forward = question.machine.forward * question.compute
+    waits = lanes.waits(forward, question.compute - forward)
+    needed = {Place.ACCELERATOR: _of_gpu(question, plan), Place.HOST: plan.host_peak()}
+    kept = {Place.ACCELERATOR: GPU_RESERVE, Place.HOST: _kept_of_host(ranks)}
+    of_all = {Place.ACCELERATOR: capacity.accelerator, Place.HOST: capacity.host}
+    sizes = {place: size for place, size in of_all.items() if size is not None}
+    left = {place: size - kept[place] - needed[place] for place, size in sizes.items()}
+    missing = sum(-nbytes / sizes[place] for place, nbytes in left.items() if nbytes < 0)
+    return Fit(plan, waits, question.compute + waits, needed, left, missing)
+
+
+def _of_gpu(question: Question, plan: MemoryPlan) -> int:
+    """Bytes of a GPU, with activations in forward and backward."""
+    in_backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + question.activations
+    return max(plan.peak(Place.ACCELERATOR), in_backward)
+
+
+def _kept_of_host(ranks: Ranks) -> int:
+    return HOST_RESERVE + ranks.per_host * RANK_RESERVE
 
 
 def _as_measured(question: Question, setup: Setup) -> ZenFlowPlan:
     """ZenFlow's plan with the share of the optimizer on the GPU that a run would choose once it has
     measured its steps, predicted from the assumed speeds."""
-    total, compute = question.capacity.accelerator, question.compute
     setup = replace(setup, host_share=1.0)
     plan = plan_memory(question.model, question.ranks, setup, question.capacity)
-    now = plan.zenflow
+    now, total = plan.zenflow, question.capacity.accelerator
     assert now is not None
     assert setup.zenflow is not None
     if total is None:
         return now
-    time = step_time(question.model, question.ranks, setup, question.machine, now)
-    times = ChainTimes(compute, time.host, time.transfer, contention=_CONTENTION)
+    lanes = lanes_on(question.machine, question.model, question.ranks, setup, now)
+    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), 0.0, _CONTENTION)
     reserve = max(GPU_RESERVE, round(total * setup.zenflow.offload_reserve_fraction))
-    in_backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + question.activations
-    room = total - reserve - max(in_backward, plan.peak(Place.ACCELERATOR))
+    room = total - reserve - _of_gpu(question, plan)
     share, _ = chosen_share(now, [(times, least_units(now, room))])
     return with_host_share(now, share, "predicted from the machine's speeds")
 
 
-def _best(found: Sequence[Fit]) -> Fit:
-    """Among ways with the same moments, the simplest of the fastest."""
-    most = min(fit.seconds for fit in found) / SAME_TIME
-    return min((fit for fit in found if fit.seconds <= most), key=_simplicity)
+def _fitting(found: Sequence[Fit]) -> list[Fit]:
+    """The ways that fit, fp32 moments first; none if the GPU's memory is not known."""
+    fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
+    return sorted(fitting, key=lambda fit: inexactness(fit.setup))
+
+
+def suggested(found: Sequence[Fit]) -> Fit | None:
+    """Of the ways that fit with the least rounded moments, the simplest of the fastest; None: no
+    way fits, or the machine is not known."""
+    fitting = _fitting(found)
+    exact = [fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)]
+    most = min((fit.seconds for fit in exact), default=0.0) / SAME_TIME
+    return min((fit for fit in exact if fit.seconds <= most), key=_simplicity, default=None)
 
 
 def _simplicity(fit: Fit) -> tuple[float, ...]:
@@ -188,32 +199,14 @@ def _simplicity(fit: Fit) -> tuple[float, ...]:
     return (*offloaded, fit.setup.stage, moved, fit.seconds)
 
 
-def _fitting(found: Sequence[Fit]) -> list[Fit]:
-    """The ways that fit, fp32 moments first; none if the GPU's memory is not known."""
-    fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
-    return sorted(fitting, key=lambda fit: inexactness(fit.setup))
-
-
-def suggested(found: Sequence[Fit]) -> Fit | None:
-    """The best of the ways that fit with the least rounded moments; None: no way fits, or the
-    machine is not known."""
-    fitting = _fitting(found)
-    if not fitting:
-        return None
-    least = inexactness(fitting[0].setup)
-    return _best([fit for fit in fitting if inexactness(fit.setup) == least])
-
-
 def faster(found: Sequence[Fit]) -> Fit | None:
     """A way that fits and is clearly faster than the suggested one: of these the least rounded one
     that is about as fast as the fastest."""
-    best = suggested(found)
+    fitting, best = _fitting(found), suggested(found)
     if best is None:
         return None
-    fitting = _fitting(found)
-    most = min(fit.seconds for fit in fitting) / SAME_TIME
-    quick = [fit for fit in fitting if fit.seconds <= min(most, SAME_TIME * best.seconds)]
-    return suggested(quick) if quick else None
+    most = min(min(fit.seconds for fit in fitting) / SAME_TIME, SAME_TIME * best.seconds)
+    return suggested([fit for fit in fitting if fit.seconds <= most])
 
 
 def nearest(found: Sequence[Fit]) -> Fit:

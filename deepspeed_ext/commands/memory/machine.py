@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from deepspeed_ext.commands.memory.model import known
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
-from deepspeed_ext.zenflow.plan.lanes import Speeds, Traffic, lanes_of, traffic_of
+from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 
-__all__ = ["KEPT", "RECOMPUTED", "Machine", "StepTime", "machine_of", "step_time", "traffic"]
+__all__ = ["KEPT", "RECOMPUTED", "Machine", "lanes_on", "machine_of"]
 
 RECOMPUTED, KEPT = 8, 6
 """Floating-point operations per parameter and token, forward and backward: with activations that
@@ -48,6 +48,10 @@ class Machine:
         """Fraction of a step without optimizer that its forward takes."""
         return 2 / self.per_token
 
+    def host_of(self, ranks: Ranks) -> float:
+        """Bytes per second of a host's memory for each of its ranks."""
+        return min(self.host / ranks.per_host, self.of_rank)
+
 
 def machine_of(
     card: str | None, host: str | None, capacity: int | None
@@ -72,73 +76,29 @@ def machine_of(
     return machine, chosen["gib"] * _GIB, f"{chosen['name']}; {found['name']}"
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimizer step on one rank beside forward and backward.
+def lanes_on(
+    machine: Machine, model: Model, ranks: Ranks, setup: Setup, plan: ZenFlowPlan | None
+) -> Lanes:
+    """How long the optimizer's chain takes, and how much of it a step can hide.
 
-    Attributes:
-        transfer: the longer of the transfers down and up.
-        host: the optimizer's pass over host memory.
-        exposed: what every step waits for, however long forward and backward take.
-        beside: what is hidden if `hiding` of forward and backward takes at least as long.
-        hiding: the part of them that hides: less than all under the exact rule.
-        within: what has to end within the whole step, the waits included.
-    """
-
-    transfer: float
-    host: float
-    exposed: float
-    beside: float
-    hiding: float = 1.0
-    within: float = 0.0
-
-    def waits(self, compute: float) -> float:
-        """Seconds by which a step is longer whose forward and backward take `compute`."""
-        waited = self.exposed + max(0.0, self.beside - self.hiding * compute)
-        return max(waited, self.within - compute)
-
-    def tokens(self, active: int, machine: Machine) -> int:
-        """Tokens per GPU and optimizer step from which `beside` is hidden."""
-        return round(self.beside / (self.hiding * machine.seconds(active, 1)))
-
-
-def traffic(model: Model, setup: Setup) -> Traffic:
-    """What a run moves. ZeRO-Offload converts gradients to fp32 before they go down; Adam reads p,
-    m, v and the gradient, and writes p, m, v."""
-    if setup.zenflow is not None:
-        return traffic_of(setup.zenflow_plan(model, Ranks(1, 1)))
-    if not setup.offload:
-        return Traffic()
-    down, up = float(FLOAT_BYTES), float(model.itemsize)
-    copied = FLOAT_BYTES + model.itemsize if model.itemsize < FLOAT_BYTES else 0
-    return Traffic(down, up, 7 * FLOAT_BYTES + copied + down + up)
-
-
-def step_time(
-    model: Model, ranks: Ranks, setup: Setup, machine: Machine, plan: ZenFlowPlan | None = None
-) -> StepTime:
-    """How long the optimizer's chain takes, and how much of it a step can hide (see `plan.lanes`).
-
-    Weights on the host are fetched twice beside forward and backward. ZeRO-Offload hides only
-    gradients that go down during backward; its pass and the weights' upload follow.
+    Weights on the host are fetched twice beside forward and backward. ZeRO-Offload converts
+    gradients to fp32 before they go down, which alone it hides, during backward; Adam's pass, which
+    reads p, m, v and the gradient and writes p, m, v, and the weights' way up follow.
 
     Args:
-        plan: ZenFlow's; None: that of a machine where all fits.
+        plan: ZenFlow's; None: DeepSpeed's own optimizer steps.
     """
-    numel, on_host = setup.partition_numel(model, ranks), setup.weights is Place.HOST
-    host = min(machine.host / ranks.per_host, machine.of_rank)
-    # DeepSpeed fetches weights that are on the host in every forward and backward pass
+    numel, host = setup.partition_numel(model, ranks), machine.host_of(ranks)
+    on_host = setup.weights is Place.HOST
     fetched = 2 * setup.accumulation * on_host * model.itemsize * numel / machine.link
-    if setup.zenflow is not None:
-        plan = plan or replace(setup, host_share=setup.host_share or 1.0).zenflow_plan(model, ranks)
+    if plan is not None:
         lanes = lanes_of(plan, Speeds(machine.link, host))
-        beside = max(lanes.beside, fetched) if plan.rule.overlapped else lanes.beside
-        forward = machine.forward
-        hiding = forward * lanes.forward + (1.0 - forward) * lanes.backward
-        transfer = max(lanes.down, lanes.up)
-        return StepTime(transfer, lanes.host, lanes.exposed, beside, hiding, lanes.within)
-    moves = traffic(model, setup)
-    down, up = moves.down * numel / machine.link, moves.up * numel / machine.link
-    passed, sent = moves.passed * numel / host, 0.0 if on_host else up
-    exposed = passed + sent if setup.offload else 0.0
-    return StepTime(max(down, up), passed, exposed, max(down, fetched))
+        hides = plan.rule.overlapped
+        return replace(lanes, beside=max(lanes.beside, fetched)) if hides else lanes
+    if not setup.offload:
+        return Lanes(0.0, 0.0, 0.0, 0.0, fetched)
+    item = model.itemsize
+    copied = FLOAT_BYTES + item if item < FLOAT_BYTES else 0
+    down, up = FLOAT_BYTES * numel / machine.link, item * numel / machine.link
+    passed = (7 * FLOAT_BYTES + copied + FLOAT_BYTES + item) * numel / host
+    return Lanes(down, up, passed, passed + (0.0 if on_host else up), max(down, fetched))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -147,31 +148,19 @@ class Shape:
         return itemsize * tokens * self.layers * self.width + max(2 * layer, logits)
 
 
-HEAD, VOCABULARY, _TIED_BELOW = 128, 128256, 4 * 10**9
-
-
 @cache
 def typical(params: int) -> Shape:
     """A decoder like Llama 3 with at most `params` parameters, or the smallest one: as many layers
     as heads of 128, 12 d^2 parameters per layer, a vocabulary of 128,256, tied if it is small."""
+    is_tied = params < 4 * 10**9
 
     def shape(units: int) -> Shape:
         width = 64 * units
-        return Shape(
-            VOCABULARY,
-            width,
-            max(1, width // HEAD),
-            width,
-            width,
-            8 * width // 3,
-            tied=params < _TIED_BELOW,
-        )
+        layers, ffn = max(1, width // 128), 8 * width // 3
+        return Shape(128256, width, layers, width, width, ffn, tied=is_tied)
 
-    low, high = 1, 1 << 12
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if shape(middle).params <= params else (low, middle)
-    return shape(low)
+    fitting = bisect_right(range(1, 1 << 12), params, key=lambda units: shape(units).params)
+    return shape(max(1, fitting))
 
 
 def typical_largest(params: int) -> int:
@@ -179,7 +168,7 @@ def typical_largest(params: int) -> int:
     return min(params, typical(params).largest)
 
 
-def read_shape(name: str) -> tuple[str, Shape, tuple[str, ...]]:
+def read_shape(name: str) -> tuple[str, Shape, list[str]]:
     """A model's name, its shape and notes on it.
 
     Args:
@@ -190,15 +179,16 @@ def read_shape(name: str) -> tuple[str, Shape, tuple[str, ...]]:
     """
     models = known()["models"]
     if name.lower() in models:
-        return name, _shape_of(models[name.lower()], name), ()
+        return name, _shape_of(models[name.lower()], name), []
     described = _object_in(os.path.join(name, "config.json") if os.path.isdir(name) else name)
     text, notes = described.get("text_config"), []
-    text = text if isinstance(text, dict) else described
-    if text is not described:
+    if isinstance(text, dict):
         notes.append("only the language model is counted: what else trains comes on top")
+    else:
+        text = described
     if isinstance(described.get("quantization_config"), dict):
         notes.append("the weights are quantized; counted as if all train, unquantized")
-    return str(described.get("model_type"))[:60], _shape_of(text, name), tuple(notes)
+    return str(described.get("model_type"))[:60], _shape_of(text, name), notes
 
 
 def _object_in(file: str) -> dict[str, Any]:
@@ -241,9 +231,9 @@ def _shape_of(text: Mapping[str, Any], name: str) -> Shape:
         number("vocabulary"),
         width,
         number("layers"),
-        heads * head,
-        number("kv", heads) * head,
-        number("ffn", 4 * width),
+        query=heads * head,
+        key=number("kv", heads) * head,
+        ffn=number("ffn", 4 * width),
         gated=kind not in _UNGATED,
         tied=bool(text.get("tie_word_embeddings", kind in _TIED)),
         experts=experts,

@@ -10,6 +10,7 @@ from deepspeed_ext.commands.memory.zero import Zero
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 from deepspeed_ext.zenflow.plan.facts import RankFacts
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Holder, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -80,44 +81,31 @@ def plan_memory(
     Raises:
         ConfigError: the ``zenflow`` section contradicts itself.
     """
-    zenflow = None
-    if capacity.accelerator is not None:
-        setup = _flattened(capacity.accelerator, model, ranks, setup)
-    if setup.zenflow is not None:
-        zenflow = setup.zenflow_plan(model, ranks, _facts(capacity, model, ranks, setup))
+    total, mine = capacity.accelerator, None
+    if total is not None:
+        partitions = tuple(setup.partitions(model, ranks))
+        elements = model.params
+        if setup.partitions_weights:
+            elements = sum(run.numel * run.times for run in partitions)
+        weights = 0 if setup.weights is Place.HOST else model.itemsize * elements
+        of_host = () if capacity.host is None else (("machine", capacity.host),)
+        mine = RankFacts(partitions, max(0, total - weights), total, host_free=of_host)
+        if setup.flatten_tier is None and not setup.partitions_weights:
+            facts = FlattenFacts(weights, ranks.count, total - weights, total)
+            chosen = choose_tier(facts, reserve_fraction=ZeroFields().flatten_reserve_fraction)
+            setup = replace(setup, flatten_tier=chosen.tier)
+    zenflow = None if setup.zenflow is None else setup.zenflow_plan(model, ranks, mine)
     return added_up(model, ranks, setup, zenflow)
 
 
 def added_up(model: Model, ranks: Ranks, setup: Setup, zenflow: ZenFlowPlan | None) -> MemoryPlan:
     """What DeepSpeed and ZenFlow, with this plan, hold together."""
-    ours = [] if zenflow is None else [zenflow.held]
 
     def holders(*, is_first: bool) -> list[Holder]:
-        return [Zero.of(model, ranks, setup, zenflow, is_first=is_first), *ours]
+        ours = [] if zenflow is None else [Held(zenflow)]
+        return [Zero(model, ranks, setup, zenflow, is_first=is_first), *ours]
 
     first, other = holders(is_first=True), holders(is_first=False)
     parts = {(place, at): parts_within(first, place, at) for place in PLACES for at in Phase}
     others = {phase: nbytes_of(parts_within(other, Place.HOST, phase)) for phase in Phase}
     return MemoryPlan(model, ranks, setup, zenflow, parts, others)
-
-
-def _facts(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> RankFacts | None:
-    total = capacity.accelerator
-    if total is None:
-        return None
-    partitions = tuple(setup.partitions(model, ranks))
-    numel = sum(run.numel * run.times for run in partitions)
-    weights = model.itemsize * (numel if setup.partitions_weights else model.params)
-    weights = 0 if setup.weights is Place.HOST else weights
-    of_host = () if capacity.host is None else (("machine", capacity.host),)
-    return RankFacts(partitions, max(0, total - weights), total, host_free=of_host)
-
-
-def _flattened(total: int, model: Model, ranks: Ranks, setup: Setup) -> Setup:
-    """`setup` with the flatten tier that a run takes there."""
-    if setup.flatten_tier is not None or setup.partitions_weights:
-        return setup
-    weights = model.itemsize * model.params
-    facts = FlattenFacts(weights, ranks.count, total - weights, total)
-    chosen = choose_tier(facts, reserve_fraction=ZeroFields().flatten_reserve_fraction)
-    return replace(setup, flatten_tier=chosen.tier)

@@ -36,7 +36,7 @@ __all__ = ["as_json", "as_text", "phases_text"]
 SCHEMA = 3
 _GIB = 1 << 30
 _NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
-_WIDTH = 12
+_COLUMNS = ("GPU GiB", "host GiB", "step s", "waits s")
 
 
 def as_text(
@@ -56,29 +56,27 @@ def as_text(
         notes: remarks on the model.
         all_ways: a line for each way, instead of one for the best with each kind of moments.
     """
-    machine, ranks, is_one = question.machine, question.ranks, len(found) == 1
-    shown = list(found) if all_ways or is_one else best_of_kinds(found)
+    machine, ranks = question.machine, question.ranks
+    shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)
     width = max(len(_row_name(fit)) for fit in shown)
-    columns = "".join(f"{name:>{_WIDTH}}" for name in ("GPU GiB", "host GiB", "step s", "waits s"))
     recomputed = "recomputed" if machine.per_token > 6 else "kept"
-    loss = (
-        "a fused loss (Liger's, use_liger_kernel)" if question.fused_loss else "all logits at once"
-    )
+    loss = "all logits at once"
+    if question.fused_loss:
+        loss = "a fused loss (Liger's, use_liger_kernel)"
     lines = [
         *answer(question, found),
         "",
         f"{name}: {question.model.params:,} parameters in {question.model.dtype}, vocabulary of "
         f"{question.shape.vocabulary:,}; {counted(ranks.count, 'GPU')}, {ranks.per_host} per host.",
         f"Assumed: {assumed}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s each "
-        f"way, {min(machine.host / ranks.per_host, machine.of_rank) / 1e9:.0f} GB/s of host memory "
-        "per GPU.",
-        f"Activations: {question.activations / _GIB:.1f} GiB of {question.sequence:,} tokens, "
+        f"way, {machine.host_of(ranks) / 1e9:.0f} GB/s of host memory per GPU.",
+        f"Activations: {_gib(question.activations)} GiB of {question.sequence:,} tokens, "
         f"{recomputed}, {loss}.",
         f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host "
         f"and {RANK_RESERVE / _GIB:g} for each of its ranks.",
         *(f"note: {note}" for note in notes),
         "",
-        f"{'stage, run':<{width}}{columns}   fits",
+        f"{'stage, run':<{width}}{''.join(f'{column:>12}' for column in _COLUMNS)}   fits",
         *(_line(fit, width) for fit in shown),
         "",
         f"GPU: with activations. Step: {question.tokens:,} tokens per GPU. Waits: for the "
@@ -105,8 +103,11 @@ def answer(question: Question, found: Sequence[Fit]) -> list[str]:
     best = suggested(found)
     if best is None:
         return _miss(question, found)
-    barely = " barely" if best.is_tight else ""
-    lines = [f"It fits{barely}: {best.name}, {best.seconds:,.2f} s a step. Left: {_left(best)}."]
+    left = [f"{_gib(nbytes)} GiB of the {_NAMES[at]}" for at, nbytes in best.left.items()]
+    lines = [
+        f"It fits{' barely' if best.is_tight else ''}: {best.name}, {best.seconds:,.2f} s a step. "
+        f"Left: {' and '.join(left)} beside what is kept free."
+    ]
     if question.capacity.host is None:
         lines.append("The host's memory is not known: add --host-gb.")
     if len(found) > 1:
@@ -117,11 +118,6 @@ def answer(question: Question, found: Sequence[Fit]) -> list[str]:
         cost = cost_of(other.setup) or "none"
         lines.append(f"Faster: {other.name}, {other.seconds:,.2f} s; cost in loss {cost}.")
     return lines + _of_stage_3(question, best)
-
-
-def _left(fit: Fit) -> str:
-    parts = [f"{nbytes / _GIB:,.1f} GiB of the {_NAMES[at]}" for at, nbytes in fit.left.items()]
-    return f"{' and '.join(parts)} beside what is kept free"
 
 
 def _of_stage_3(question: Question, best: Fit) -> list[str]:
@@ -143,38 +139,40 @@ def _of_stage_3(question: Question, best: Fit) -> list[str]:
 
 
 def _miss(question: Question, found: Sequence[Fit]) -> list[str]:
-    near = nearest(found)
+    near, setups = nearest(found), [fit.setup for fit in found]
     lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
-    if not question.fused_loss:
-        fused = replace(question, fused_loss=True)
-        if (best := suggested(fits(fused, [fit.setup for fit in found]))) is not None:
-            lines.append(
-                "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
-                f"{best.name}."
-            )
+    fused = suggested(fits(replace(question, fused_loss=True), setups))
+    if fused is not None and not question.fused_loss:
+        lines.append(
+            "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
+            f"{fused.name}."
+        )
     room = (question.capacity.accelerator or 0) - GPU_RESERVE - question.activations
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [
-        f"{name} {nbytes / _GIB:,.1f} GiB ({'fits' if nbytes <= room else 'does not fit'})"
+        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= room else 'does not fit'})"
         for name, nbytes in needs.items()
     ]
     lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")
-    if len(found) > 1 and (most := largest(question, [fit.setup for fit in found])) is not None:
+    if len(found) > 1 and (most := largest(question, setups)) is not None:
         params, how = most
         size = f"{params / 1e9:,.2g} billion parameters"
         lines.append(f"The largest model that fits has about {size}: {how.name}.")
     return lines
 
 
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / _GIB:,.1f}"
+
+
 def _line(fit: Fit, width: int) -> str:
-    needed = [f"{fit.needed[place] / _GIB:,.1f}" for place in PLACES]
+    needed = [_gib(fit.needed[place]) for place in PLACES]
     cells = [*needed, f"{fit.seconds:,.2f}", f"{fit.waits:,.2f}" if fit.waits else "-"]
     verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
     verdict = f"no: {_missing(fit)}" if fit.short else verdict
-    return (
-        f"{_row_name(fit):<{width}}{''.join(f'{cell:>{_WIDTH}}' for cell in cells)}   {verdict}"
-    ).rstrip()
+    row = f"{_row_name(fit):<{width}}{''.join(f'{cell:>12}' for cell in cells)}   {verdict}"
+    return row.rstrip()
 
 
 def _row_name(fit: Fit) -> str:
@@ -195,8 +193,7 @@ def _by_kind(parts: Sequence[Part]) -> dict[str, int]:
 
 def phases_text(fit: Fit) -> str:
     """One run by kind and phase, per rank."""
-    names = [phase.value for phase in Phase]
-    lines = [f"{'GiB per rank':<36}{''.join(f'  {name:>20}' for name in names)}"]
+    lines = [f"{'GiB per rank':<36}{''.join(f'  {phase.value:>20}' for phase in Phase)}"]
     for place in PLACES:
         by_phase = [_by_kind(fit.plan.parts[place, phase]) for phase in Phase]
         kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
@@ -213,12 +210,12 @@ def phases_text(fit: Fit) -> str:
 
 def as_json(question: Question, found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
     """All ways: bytes, seconds and the config to copy."""
-    best, machine = suggested(found), question.machine
+    best, machine, model = suggested(found), question.machine, question.model
     return {
         "schema": SCHEMA,
-        "parameters": question.model.params,
-        "largest_parameter": question.model.largest,
-        "dtype": question.model.dtype,
+        "parameters": model.params,
+        "largest_parameter": model.largest,
+        "dtype": model.dtype,
         "ranks": question.ranks.count,
         "ranks_per_host": question.ranks.per_host,
         "activation_bytes": question.activations,
@@ -231,25 +228,25 @@ def as_json(question: Question, found: Sequence[Fit], notes: Sequence[str]) -> d
         "answer": answer(question, found),
         "suggested": None if best is None else found.index(best),
         "notes": list(notes),
-        "ways": [_way(question, fit) for fit in found],
+        "ways": [_way(fit) for fit in found],
     }
 
 
-def _way(question: Question, fit: Fit) -> dict[str, Any]:
-    parts = fit.plan.parts.items()
+def _way(fit: Fit) -> dict[str, Any]:
+    zenflow = fit.plan.zenflow
     return {
         "stage": fit.setup.stage,
-        "run": name_of(fit.setup, fit.plan.zenflow),
+        "run": name_of(fit.setup, zenflow),
         "fits": None if not fit.left else not fit.short,
         "needed_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.needed.items()},
         "left_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.left.items()},
         "bytes_per_rank": {
-            f"{_NAMES[place]}, {phase.value}": _by_kind(of_phase)
-            for (place, phase), of_phase in parts
+            f"{_NAMES[place]}, {phase.value}": _by_kind(parts)
+            for (place, phase), parts in fit.plan.parts.items()
         },
         "step_seconds": fit.seconds,
         "waits_seconds": fit.waits,
         "cost_in_loss": cost_of(fit.setup),
-        "reasons": [str(each) for each in fit.plan.zenflow.reasons] if fit.plan.zenflow else [],
-        "config": config_of(fit.setup, question.model.dtype),
+        "reasons": [] if zenflow is None else [str(each) for each in zenflow.reasons],
+        "config": config_of(fit.setup, fit.plan.model.dtype),
     }

@@ -151,5 +151,4 @@ def _zenflow_plan(
     assert setup.zenflow is not None
     mine = mine or RankFacts(tuple(setup.partitions(model, ranks)))
     facts = ZenFlowFacts((mine,) * ranks.per_host, setup.caller(model, ranks), layout=setup.layout)
-    share = setup.host_share
-    return decide(facts, setup.zenflow, host_share=share, is_asked=share is not None)
+    return decide(facts, setup.zenflow, ratio=setup.host_share)

@@ -1,5 +1,5 @@
-"""Lists the ways to train, as rows: the settings of a run, whose plan has its bytes and its lanes.
-Pure functions.
+"""Lists the ways to train: the settings of runs, their names, configs and costs in loss. Pure
+functions.
 
 A new way is one more section. Stage 1 is left out: it is as fast as stage 2 but needs more memory.
 """
@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from deepspeed_ext.commands.memory.setup import Setup, Stage
+from deepspeed_ext.commands.memory.setup import Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 
 __all__ = [
+    "MOMENTS",
     "READERS",
     "Reader",
     "config_of",
@@ -26,17 +27,13 @@ __all__ = [
     "zero_section",
 ]
 
-STAGES: tuple[Stage, ...] = (2, 3)
 MOMENTS = {"float32": "fp32 moments", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
-RULES: dict[str, dict[str, Any]] = {
-    "ZenFlow exact rule": {"update_rule": "exact"},
-    "ZenFlow": {"update_rule": "predictive"},
-}
 _COSTS = {
     "float32": "none seen up to 99 million parameters",
     "bfloat16": "within 0.3 % of AdamW's in tests of up to 20 million parameters",
     "int8": "within 0.4 % of AdamW's in tests of up to 5 million parameters",
 }
+_RULES = {"exact": "ZenFlow exact rule", "predictive": "ZenFlow", "selective": "ZenFlow selective"}
 Reader = Literal["trainer", "script"]
 READERS: tuple[Reader, ...] = ("script", "trainer")
 """Who reads a config: ``deepspeed.initialize`` of a script, or a trainer on Accelerate."""
@@ -45,16 +42,15 @@ READERS: tuple[Reader, ...] = ("script", "trainer")
 def ways() -> Iterator[Setup]:
     """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with each rule, dtype of moments,
     and place of gradients and weights. Gradients on the accelerator: the run chooses its share."""
-    for stage in STAGES:
-        gathers = stage == max(STAGES)  # else a trainer saves no weights that load
-        plain = Setup(stage, gathers_on_save=gathers)
+    sections: list[dict[str, Any]] = [
+        {"update_rule": rule} | ({} if dtype == "float32" else {"state_dtype": dtype})
+        for dtype in MOMENTS
+        for rule in ("exact", "predictive")
+    ]
+    # without gathering, a trainer saves no weights of stage 3 that load
+    for plain in (Setup(2), Setup(3, gathers_on_save=True)):
         offload = replace(plain, offload=True, pins=True)
         yield from (plain, offload)
-        sections = [
-            rule | ({} if dtype == "float32" else {"state_dtype": dtype})
-            for dtype in MOMENTS
-            for rule in RULES.values()
-        ]
         for section in sections:
             yield replace(plain, host_share=None, zenflow=ZenFlowConfig(**section))
             yield replace(plain, zenflow=ZenFlowConfig(**section, gradients_on_host=True))
@@ -83,29 +79,17 @@ def name_of(setup: Setup, plan: ZenFlowPlan | None = None) -> str:
     Args:
         plan: ZenFlow's, which says where gradients are.
     """
-    zenflow = setup.zenflow
+    zenflow, is_on_host = setup.zenflow, setup.weights is Place.HOST
     if zenflow is None:
-        kind = "ZeRO-Offload" if setup.offload else "ZeRO"
-        return f"{kind}, weights on host" if setup.weights is Place.HOST else kind
-    rule = "ZenFlow exact rule" if zenflow.rule == "exact" else "ZenFlow"
-    rule = "ZenFlow selective" if zenflow.rule == "selective" else rule
-    parts = [rule, MOMENTS[zenflow.state_dtype]]
-    if plan is not None and plan.host_share < 1.0:
-        parts.append(f"{1 - plan.host_share:.0%} on the GPU")
-    if setup.weights is Place.HOST:
-        parts.append("weights on host")
-    elif zenflow.gradients_on_host or (plan is not None and plan.copies is Copies.WEIGHTS):
-        parts.append("gradients on host")
-    return ", ".join(parts)
-
-
-_SECTION_OF = {"bfloat16": "bf16", "float16": "fp16"}
-_BY_SCRIPT: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 1.0,
-}
-_OPTIMIZER_BY_SCRIPT = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+        parts = ["ZeRO-Offload" if setup.offload else "ZeRO"]
+    else:
+        parts = [_RULES[zenflow.rule], MOMENTS[zenflow.state_dtype]]
+        if plan is not None and plan.host_share < 1.0:
+            parts.append(f"{1 - plan.host_share:.0%} on the GPU")
+        leaves = zenflow.gradients_on_host or (plan is not None and plan.copies is Copies.WEIGHTS)
+        if leaves and not is_on_host:
+            parts.append("gradients on host")
+    return ", ".join([*parts, *(["weights on host"] if is_on_host else [])])
 
 
 def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, Any]:
@@ -115,13 +99,19 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
         dtype: dtype of the weights.
         reader: a script gets numbers to edit, a trainer "auto" for all that its arguments set.
     """
-    asks = reader == "trainer"
-    config = {name: "auto" if asks else value for name, value in _BY_SCRIPT.items()}
-    optimizer = {name: "auto" if asks else value for name, value in _OPTIMIZER_BY_SCRIPT.items()}
-    if asks:
-        config["train_batch_size"] = optimizer["eps"] = "auto"
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+    }
+    optimizer: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    enabled: Any = True
+    if reader == "trainer":
+        config = dict.fromkeys([*config, "train_batch_size"], "auto")
+        optimizer = dict.fromkeys([*optimizer, "eps"], "auto")
+        enabled = "auto"
     if dtype != "float32":
-        config[_SECTION_OF[dtype]] = {"enabled": "auto" if asks else True}
+        config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": enabled}
     optimizers = {"type": "AdamW", "params": optimizer}
     return config | {"optimizer": optimizers, "zero_optimization": zero_section(setup)}
 

@@ -212,6 +212,14 @@ class ArenaKinds:
     lifts_y: bool
     slots: int
 
+    def landing_bytes(self, numel: int) -> int:
+        """Bytes of the landing buffer of a partition of `numel` elements on the host: 2 per element
+        if gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
+        item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
+        entries = -(-numel // self.block_size) * self.layout.per_block_width(self.block_size)
+        per_block = entries * DTYPE_BYTES[self.per_block.dtype] if self.per_block.exchanged else 0
+        return numel * item + per_block
+
     def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
         """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
 

@@ -17,9 +17,9 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, Chunks, chunk_numel
-from deepspeed_ext.zenflow.plan.facts import RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of
-from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, head_of
 from deepspeed_ext.zenflow.plan.phases import nbytes_of
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
@@ -29,7 +29,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Places,
     WeightsArrival,
 )
-from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import PartitionPlan, Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rules import settings_of
 from deepspeed_ext.zenflow.plan.share import (
@@ -63,20 +63,17 @@ def decide(
     facts: ZenFlowFacts,
     config: ZenFlowConfig,
     *,
-    host_share: float | None = 1.0,
-    is_asked: bool = True,
+    ratio: Ratio = 1.0,
     steps_per_epoch: int | None = None,
 ) -> ZenFlowPlan:
     """The plan of a run: of those that fit, the one predicted to be fastest.
 
     Args:
         config: the ``zenflow`` section.
-        host_share: the fraction of each partition that steps on the host
-            (``offload_optimizer.ratio``); None: all of it until steps are measured (`plan.share`),
-            or as little as the accelerators' free memory allows if the rule has no steps to
-            measure, `autotune` is off or a host is too small.
-        is_asked: whether the config asks for a chosen share (``"auto"``). Otherwise `host_share`
-            None means 1, unless a share is harmless (`_Planner.may_share`).
+        ratio: the fraction of each partition that steps on the host. "auto": all of it until steps
+            are measured (`plan.share`), or as little as the accelerators' free memory allows if the
+            rule has no steps to measure, `autotune` is off or a host is too small. None: 1, unless
+            a share is harmless (`_Planner.may_share`).
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:
@@ -85,10 +82,10 @@ def decide(
     planner = _Planner.of(facts, config, steps_per_epoch)
     if planner.may_stream:
         exact = config.model_copy(update={"update_rule": "exact"})
-        streamed = _Planner.of(facts, exact).best(host_share, is_asked=is_asked)
+        streamed = _Planner.of(facts, exact).best(ratio)
         if streamed.places.gradient is Place.HOST:
             return streamed
-    return planner.best(host_share, is_asked=is_asked)
+    return planner.best(ratio)
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,9 @@ class _Planner:
         layout = replace(facts.layout, moment_dtype=config.state_dtype)
         return cls(facts, config, settings_of(config, layout, steps_per_epoch), dtypes)
 
-    def best(self, given_share: float | None, *, is_asked: bool) -> ZenFlowPlan:
+    def best(self, ratio: Ratio) -> ZenFlowPlan:
         """Make all decisions, in order, and take the fastest plan that fits."""
-        chosen, plans = self.share(given_share, is_asked=is_asked), []
+        chosen, plans = self.share(ratio), []
         stays = [Reason("the plan stays", self.rule.limits)] if self.rule.limits else []
         for places, of_gradients in self.gradients(chosen):
             share = chosen
@@ -171,9 +168,10 @@ class _Planner:
             rule=self.rule,
             dtypes=self.dtypes,
             partitions=tuple(
-                PartitionPlan(run.numel, self._head(run.numel, host_share), places, run.times)
+                PartitionPlan(run.numel, self._head(run.numel, host_share), run.times)
                 for run in partitions
             ),
+            places=places,
             host_share=host_share,
             chunks=chunks,
             shortage=None,
@@ -232,16 +230,17 @@ class _Planner:
 
     # -- what steps on the accelerator -------------------------------------------------------------
 
-    def share(self, given: float | None, *, is_asked: bool) -> _Share:
+    def share(self, ratio: Ratio) -> _Share:
         """How much of each partition steps on the host: as given, measured later, or as little as
         fits beside what the accelerators hold."""
         layout = self.facts.layout
         if not layout.counts_updates:
             return _Share(1.0, f"{layout.name} steps on the host")
-        if given is not None:
+        is_asked = ratio == "auto"
+        if ratio is not None and ratio != "auto":
             there = self.facts.caller.weights is Place.HOST
             why = "offload_param keeps the weights on the host" if there else "the config says so"
-            return _Share(given, why)
+            return _Share(ratio, why)
         if not (is_asked or self.may_share):
             return _Share(1.0, "the config gives no other")
         if self.facts.is_on_cpu:
@@ -300,8 +299,8 @@ class _Planner:
         def taken(units: int) -> int:
             """Bytes of the share, of landing buffers and of the rule's state."""
             beside = _beside(_ON_ACCELERATOR)
-            held = self.draft(rank.partitions, beside, 1.0 - units / UNITS).held
-            return nbytes_of(held.held(Place.ACCELERATOR))
+            draft = self.draft(rank.partitions, beside, 1.0 - units / UNITS)
+            return nbytes_of(Held(draft).held(Place.ACCELERATOR))
 
         return max(bisect_right(range(UNITS + 1), room, key=taken) - 1, 0)
 
@@ -404,17 +403,17 @@ class _Planner:
         """The most bytes that landing buffers take on a rank, and the most that are missing for
         them after gradients, a rank's share of the optimizer and what must stay free."""
         shapes = {rank.partitions for rank in self.facts.ranks}
-        held = {shape: self.draft(shape, _beside(places), host_share).held for shape in shapes}
+        drafts = {shape: self.draft(shape, _beside(places), host_share) for shape in shapes}
         missing = [
-            held[rank.partitions].landing_bytes
-            + held[rank.partitions].head_bytes
+            drafts[rank.partitions].landing_bytes
+            + drafts[rank.partitions].head_bytes
             + self._later(rank.partitions)
             + math.ceil((rank.accelerator_total or 0) * LEAST_FREE)
             - rank.accelerator_free
             for rank in self.facts.ranks
             if rank.accelerator_free is not None
         ]
-        return max(each.landing_bytes for each in held.values()), max(missing, default=0)
+        return max(each.landing_bytes for each in drafts.values()), max(missing, default=0)
 
     def chunks(
         self, partitions: Partitions, places: Places, host_share: float

@@ -4,14 +4,19 @@ do. Plain values."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["Caller", "Cpus", "RankFacts", "Run", "ZenFlowFacts"]
+__all__ = ["Caller", "Cpus", "RankFacts", "Ratio", "Run", "ZenFlowFacts"]
+
+
+Ratio = float | Literal["auto"] | None
+"""``offload_optimizer.ratio``, the fraction of each partition that steps on the host. "auto": the
+config asks for a choice; None: it gives none."""
 
 
 class Run(NamedTuple):

@@ -1,6 +1,6 @@
 """Computes what ZenFlow holds in memory, by kind and phase, from a plan alone.
 
-A rank's bytes are computed only here (`plan.ZenFlowPlan.held`). `commands.memory` adds what
+A rank's bytes are computed only here. `commands.memory` adds what
 DeepSpeed holds.
 """
 
@@ -11,19 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
-from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaKinds, ArraySpec, Dtypes, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL, UPLOAD_NUMEL
-from deepspeed_ext.zenflow.plan.facts import Caller
-from deepspeed_ext.zenflow.plan.partitions import (
-    PartitionPlan,
-    head_bytes,
-    head_of,
-    kinds_of,
-    landing_bytes,
-)
-from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
+from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.rule import RuleBytes, RuleSettings, head_step_bytes
+from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.rule import RuleBytes, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 
 __all__ = ["Held", "passing"]
@@ -59,19 +52,17 @@ def passing(most: int, chunks: int = 1) -> Part:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds because of ZenFlow: a `phases.Holder`. Attributes: see `plan.ZenFlowPlan`.
+    """What a rank with this plan holds because of ZenFlow: a `phases.Holder`."""
 
-    Attributes:
-        slots: arrays of chunks in transit.
-    """
+    plan: ZenFlowPlan
 
-    rule: RuleSettings
-    dtypes: Dtypes
-    partitions: tuple[PartitionPlan, ...]
-    host_share: float
-    slots: tuple[ArraySpec, ...]
-    caller: Caller
-    saves_beside: bool
+    def parts(self, place: Place, phase: Phase) -> tuple[Part, ...]:
+        """What ZenFlow holds at a phase's peak, without what DeepSpeed holds."""
+        return parts_within([self], place, phase)
+
+    def nbytes(self, place: Place, phase: Phase) -> int:
+        """Maximum bytes of a phase, without what DeepSpeed holds."""
+        return nbytes_of(self.parts(place, phase))
 
     def held(self, place: Place) -> list[Part]:
         """What is held between steps."""
@@ -84,53 +75,25 @@ class Held:
 
     # -- sizes -------------------------------------------------------------------------------------
 
-    @cached_property
-    def kinds(self) -> ArenaKinds:
-        """What the arrays of all partitions have in common."""
-        return kinds_of(self.rule, self.dtypes, self.partitions[0].places)
-
-    @property
-    def copies(self) -> Copies:
-        """What crosses the link."""
-        return self.partitions[0].places.copies
-
-    @property
-    def computes_there(self) -> bool:
-        """Whether the accelerator computes the weights."""
-        return self.partitions[0].places.gradient is Place.ACCELERATOR
-
     @property
     def _item(self) -> int:
-        return DTYPE_BYTES[self.dtypes.weights]
+        return DTYPE_BYTES[self.plan.dtypes.weights]
 
     @property
-    def numel(self) -> int:
-        """Elements of all partitions."""
-        return sum(each.numel * each.times for each in self.partitions)
+    def _numel(self) -> int:
+        return sum(each.numel * each.times for each in self.plan.partitions)
 
     @property
     def _most(self) -> int:
-        return max(each.numel for each in self.partitions)
-
-    @property
-    def landing_bytes(self) -> int:
-        """Bytes of the landing buffers."""
-        if self.copies is not Copies.BESIDE_STEP:
-            return 0
-        return sum(landing_bytes(self.kinds, each.on_host) * each.times for each in self.partitions)
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of the state on the accelerator."""
-        return sum(head_bytes(self.rule, each.head) * each.times for each in self.partitions)
+        return max(each.numel for each in self.plan.partitions)
 
     def _of_rule(self, numel: int) -> RuleBytes:
-        return self.rule.nbytes(numel, self._item)
+        return self.plan.rule.nbytes(numel, self._item)
 
     def _kept(self) -> dict[str, int]:
         """The rule's state, where the weights are computed."""
         kept: dict[str, int] = {}
-        for each in self.partitions:
+        for each in self.plan.partitions:
             for kind, nbytes in self._of_rule(each.on_host).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * each.times
         return kept
@@ -139,9 +102,9 @@ class Held:
 
     def _on_accelerator(self) -> list[Part]:
         """Landing buffers, the share of the optimizer and the rule's own state."""
-        if not self.computes_there:
+        if not self.plan.computes_there:
             return []
-        kept = {_LANDING: self.landing_bytes, _SHARE: self.head_bytes} | self._kept()
+        kept = {_LANDING: self.plan.landing_bytes, _SHARE: self.plan.head_bytes} | self._kept()
         return _parts(kept, Memory.ACCELERATOR)
 
     def _accelerator_moments(self, phase: Phase) -> Moments:
@@ -152,42 +115,38 @@ class Held:
                 ]
             }
         if phase is Phase.STEP:
-            if self.computes_there:
+            if self.plan.computes_there:
                 return {"update": self._updating(self._most)}
             return {"lift": self._lifting(self._most)}
-        if phase is Phase.SAVE and self.computes_there:
+        if phase is Phase.SAVE and self.plan.computes_there:
             return {"export": [self._aside(Memory.ACCELERATOR)]}
         return {}
 
     def _updating(self, numel: int) -> list[Part]:
         """Temporaries while a partition of `numel` elements is updated on the accelerator."""
-        head = self._head(numel)
-        step = self.rule.nbytes(
+        head = head_of(numel, self.plan.host_share, self.plan.rule.block_size)
+        step = self.plan.rule.nbytes(
             numel - head,
             self._item,
-            arrived_bytes=DTYPE_BYTES[self.dtypes.published],
-            in_place=self.copies is Copies.BESIDE_STEP,
+            arrived_bytes=DTYPE_BYTES[self.plan.dtypes.published],
+            in_place=self.plan.copies is Copies.BESIDE_STEP,
         ).step
-        share = head_step_bytes(head, self.rule.block_size, self.rule.layout)
+        share = head_step_bytes(head, self.plan.rule.block_size, self.plan.rule.layout)
         return _parts({"temporaries": max(step, share)}, Memory.ACCELERATOR)
-
-    def _head(self, numel: int) -> int:
-        """How many of `numel` elements step on the accelerator."""
-        return head_of(numel, self.host_share, self.rule.block_size)
 
     def _lifting(self, numel: int) -> list[Part]:
         """Temporaries while host-computed weights are copied to a partition of `numel` elements on
         the accelerator; none if the weights stay on the host."""
-        if self.partitions[0].places.weights is Place.HOST:
+        if self.plan.places.weights is Place.HOST:
             return []
-        arrived = DTYPE_BYTES[self.dtypes.published]
+        arrived = DTYPE_BYTES[self.plan.dtypes.published]
         converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self._item else 0
         return _parts({"temporaries": converted}, Memory.ACCELERATOR)
 
     def _aside(self, memory: Memory) -> Part:
         """The weights that are not p, set aside while the model is saved with p as its weights;
         none if every step is exact."""
-        nbytes = self._item * self.numel if self.rule.overlapped else 0
+        nbytes = self._item * self._numel if self.plan.rule.overlapped else 0
         return Part("predicted weights, aside", nbytes, memory)
 
     # -- on the host -------------------------------------------------------------------------------
@@ -195,23 +154,23 @@ class Held:
     def _on_host(self) -> list[Part]:
         """The arena, the rule's state, and what the host keeps to compute weights."""
         kept = sum(
-            self._of_rule(each.on_host).kept_on_host * each.times for each in self.partitions
+            self._of_rule(each.on_host).kept_on_host * each.times for each in self.plan.partitions
         )
         found = [*self._arena(at_start=False), Part("rule's state", kept, Memory.PAGEABLE)]
-        if self.computes_there:
+        if self.plan.computes_there:
             return found
         found += _parts(self._kept(), Memory.PAGEABLE)
-        uploads = self.copies is Copies.WEIGHTS and self.rule.estimates
-        numel = min(self._most, chunk_of(UPLOAD_NUMEL, self.rule.block_size)) if uploads else 0
+        uploads = self.plan.copies is Copies.WEIGHTS and self.plan.rule.estimates
+        numel = min(self._most, chunk_of(UPLOAD_NUMEL, self.plan.rule.block_size)) if uploads else 0
         return [*found, Part("weights on their way", 2 * self._item * numel, Memory.PAGE_LOCKED)]
 
     def _arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages; `at_start` those that the worker touches then."""
         exchanged = {"g", "y", "chunks"}
-        if self.kinds.per_block.exchanged:
+        if self.plan.kinds.per_block.exchanged:
             exchanged |= {"block_means", "known"}
-        if not self.computes_there:
-            weights = self.partitions[0].places.weights
+        if not self.plan.computes_there:
+            weights = self.plan.places.weights
             exchanged = {"g"} if weights is Place.HOST else {"g", "y"}
         return [
             Part(
@@ -244,16 +203,18 @@ class Held:
         """Groups of arrays that are placed together, and the number of such groups. Exact for up to
         `_MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one
         page more or less."""
-        if sum(each.times for each in self.partitions) <= _MOST_PLACED:
-            every = [each for each in self.partitions for _ in range(each.times)]
-            yield [*self._specs(every), *self.slots], 1
+        if sum(each.times for each in self.plan.partitions) <= _MOST_PLACED:
+            every = [each for each in self.plan.partitions for _ in range(each.times)]
+            yield [*self._specs(every), *self.plan.slots()], 1
             return
-        for each in self.partitions:
+        for each in self.plan.partitions:
             yield self._specs([each]), each.times
-        yield list(self.slots), 1
+        yield list(self.plan.slots()), 1
 
     def _specs(self, partitions: Iterable[PartitionPlan]) -> list[ArraySpec]:
-        found = (self.kinds.of(at, each.on_host, each.head) for at, each in enumerate(partitions))
+        found = (
+            self.plan.kinds.of(at, each.on_host, each.head) for at, each in enumerate(partitions)
+        )
         return [spec for specs in found for spec in specs]
 
     def _host_moments(self, phase: Phase) -> Moments:
@@ -267,8 +228,8 @@ class Held:
 
     def _starting(self) -> Moments:
         """p is copied from weights that are on the accelerator, through two chunks."""
-        arena, places = self._arena(at_start=True), self.partitions[0].places
-        most = max(each.on_host for each in self.partitions)
+        arena, places = self._arena(at_start=True), self.plan.places
+        most = max(each.on_host for each in self.plan.partitions)
         is_there = places.weights is Place.ACCELERATOR
         return {
             "build": [*arena, *([passing(self._item * most, 2)] if is_there else [])],
@@ -277,7 +238,7 @@ class Held:
 
     def _computing(self) -> Part:
         """Temporaries of a step of the rule that runs on the host beside the worker."""
-        here = self.rule.steps_beside_worker and not self.computes_there
+        here = self.plan.rule.steps_beside_worker and not self.plan.computes_there
         step = self._of_rule(self._most).step if here else 0
         return Part("temporaries", step, Memory.PAGEABLE)
 
@@ -287,12 +248,13 @@ class Held:
         """The accelerator's share is shown all the time. An export sets predicted weights
         aside."""
         shown, aside = self._shown(), self._aside(Memory.PAGEABLE)
-        found = {"export": [shown] if self.computes_there else [shown, aside]}
-        if self.saves_beside:  # what is not in the arena is copied, until it is written
-            weights = self._item * self.numel if self.caller.partitions_weights else 0
+        found = {"export": [shown] if self.plan.computes_there else [shown, aside]}
+        if self.plan.saves_beside:  # what is not in the arena is copied, until it is written
+            weights = self._item * self._numel if self.plan.caller.partitions_weights else 0
             copies = {
                 "copy of the rule's state": sum(
-                    sum(self._of_rule(each.on_host).saved) * each.times for each in self.partitions
+                    sum(self._of_rule(each.on_host).saved) * each.times
+                    for each in self.plan.partitions
                 ),
                 "copy of the weights": weights,
             }
@@ -302,15 +264,17 @@ class Held:
 
     def _most_saved(self) -> int:
         """Bytes of the largest tensor of the accelerator in the saved state."""
-        if self.partitions[0].places.weights is Place.HOST:
+        if self.plan.places.weights is Place.HOST:
             return 0
-        saved = [size for each in self.partitions for size in self._of_rule(each.on_host).saved]
-        weights = self._item * self._most if self.caller.partitions_weights else 0
-        return max([*(saved if self.computes_there else []), weights])
+        saved = [
+            size for each in self.plan.partitions for size in self._of_rule(each.on_host).saved
+        ]
+        weights = self._item * self._most if self.plan.caller.partitions_weights else 0
+        return max([*(saved if self.plan.computes_there else []), weights])
 
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
-        return Part("shown state", self.head_bytes, Memory.ARENA)
+        return Part("shown state", self.plan.head_bytes, Memory.ARENA)
 
 
 def _parts(nbytes: Mapping[str, int], memory: Memory) -> list[Part]:

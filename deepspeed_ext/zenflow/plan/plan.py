@@ -19,13 +19,10 @@ from deepspeed_ext.zenflow.plan.arrays import (
 )
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
-from deepspeed_ext.zenflow.plan.held import Held
-from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
-from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
-__all__ = ["Kernel", "Reason", "ZenFlowPlan"]
+__all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "head_of"]
 
 
 class Kernel(enum.Enum):
@@ -57,6 +54,33 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class PartitionPlan:
+    """One partition of ZeRO, or some of equal size.
+
+    Attributes:
+        numel: number of elements.
+        head: number of elements, at its start, that step on the accelerator.
+        times: number of such partitions; above 1 only in a plan that nothing is built from.
+    """
+
+    numel: int
+    head: int
+    times: int = 1
+
+    @property
+    def on_host(self) -> int:
+        """Elements that step on the host."""
+        return self.numel - self.head
+
+
+def head_of(numel: int, ratio: float, block_size: int) -> int:
+    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
+    possible to all but `ratio` of them."""
+    wanted = round(numel * (1.0 - ratio) / block_size) * block_size
+    return min(wanted, numel // block_size * block_size)
+
+
+@dataclass(frozen=True)
 class ZenFlowPlan:
     """All decisions about one rank's run.
 
@@ -64,6 +88,7 @@ class ZenFlowPlan:
         rule: settings of the update rule.
         dtypes: dtypes of weights, gradients and y.
         partitions: this rank's partitions.
+        places: where their arrays are.
         host_share: fraction of each partition that steps on the host.
         chunks: sizes of the chunks copied beside the next step; None: no such copies.
         shortage: why a host has too little memory; None: it fits, as far as is known.
@@ -79,6 +104,7 @@ class ZenFlowPlan:
     rule: RuleSettings
     dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
+    places: Places
     host_share: float
     chunks: Chunks | None
     shortage: str | None
@@ -91,11 +117,6 @@ class ZenFlowPlan:
     peeks: bool = False
 
     # -- places ------------------------------------------------------------------------------------
-
-    @property
-    def places(self) -> Places:
-        """Where the partitions' arrays are; the same for all partitions."""
-        return self.partitions[0].places
 
     @property
     def streams(self) -> bool:
@@ -125,8 +146,17 @@ class ZenFlowPlan:
 
     @cached_property
     def kinds(self) -> ArenaKinds:
-        """What the arrays of all partitions have in common."""
-        return kinds_of(self.rule, self.dtypes, self.places)
+        """What the arrays of all partitions have in common. Gradients in transit pass through the
+        slots of chunks instead of their own."""
+        passes = self.places.handed_over is Place.IN_TRANSIT
+        return ArenaKinds(
+            layout=self.rule.layout,
+            block_size=self.rule.block_size,
+            dtypes=self.dtypes,
+            per_block=self.rule.per_block(self.places),
+            lifts_y=self.places.weights is Place.ACCELERATOR,
+            slots=0 if passes else self.rule.slots(self.places.arrival),
+        )
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:
@@ -136,9 +166,10 @@ class ZenFlowPlan:
             for index, each in enumerate(self.partitions)
             for spec in self.kinds.of(index, each.on_host, each.head)
         )
-        return (*partitions, *self._slot_arrays())
+        return (*partitions, *self.slots())
 
-    def _slot_arrays(self) -> Iterator[ArraySpec]:
+    def slots(self) -> Iterator[ArraySpec]:
+        """Arrays of chunks in transit, which partitions share."""
         if self.chunks is not None and self.chunks.slots:
             yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
         if self.peeks:
@@ -152,37 +183,31 @@ class ZenFlowPlan:
         partitions = (
             bytes_at_start(self.kinds.of(0, each.on_host)) * each.times for each in self.partitions
         )
-        return sum(partitions) + bytes_at_start(self._slot_arrays())
+        return sum(partitions) + bytes_at_start(self.slots())
 
     @cached_property
     def layout(self) -> ArenaLayout:
         """The arena with all arrays in their places."""
         return plan_layout(self.arena)
 
-    # -- bytes by phase ----------------------------------------------------------------------------
-
-    @cached_property
-    def held(self) -> Held:
-        """What this rank holds because of ZenFlow, by phase."""
-        return Held(
-            self.rule,
-            self.dtypes,
-            self.partitions,
-            self.host_share,
-            tuple(self._slot_arrays()),
-            self.caller,
-            self.saves_beside,
-        )
-
-    def parts(self, place: Place, phase: Phase) -> tuple[Part, ...]:
-        """What ZenFlow holds at a phase's peak, without what DeepSpeed holds."""
-        return parts_within([self.held], place, phase)
-
-    def nbytes(self, place: Place, phase: Phase) -> int:
-        """Maximum bytes of a phase, without what DeepSpeed holds."""
-        return nbytes_of(self.parts(place, phase))
-
     # -- the accelerator ---------------------------------------------------------------------------
+
+    @property
+    def computes_there(self) -> bool:
+        """Whether the accelerator computes the weights."""
+        return self.places.gradient is Place.ACCELERATOR
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of the landing buffers."""
+        if self.copies is not Copies.BESIDE_STEP:
+            return 0
+        return sum(self.kinds.landing_bytes(each.on_host) * each.times for each in self.partitions)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the optimizer's state on the accelerator."""
+        return sum(self.rule.head_bytes(each.head) * each.times for each in self.partitions)
 
     @property
     def has_heads(self) -> bool:
@@ -195,9 +220,8 @@ class ZenFlowPlan:
         if self.rule.block_size > LARGEST_KERNEL_BLOCK:
             return frozenset()
         found = {Kernel.NORM}
-        computes_there = self.places.gradient is Place.ACCELERATOR
-        if self.has_heads or (self.rule.steps_beside_worker and computes_there):
+        if self.has_heads or (self.rule.steps_beside_worker and self.computes_there):
             found.add(Kernel.STEP)
-        if self.rule.estimates and computes_there:
+        if self.rule.estimates and self.computes_there:
             found.add(Kernel.ESTIMATE)
         return frozenset(found)

@@ -111,6 +111,12 @@ class RuleSettings(ABC):
                 parts.
         """
 
+    def head_bytes(self, numel: int) -> int:
+        """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
+        moments in their own dtype, and a byte for each scale of codes."""
+        scales = len(self.layout.scales) * (numel // self.block_size)
+        return sum(DTYPE_BYTES[dtype] for _, dtype in self.layout.arrays) * numel + scales
+
     @property
     def per_block_width(self) -> int:
         """Elements of the per-block array for one block."""

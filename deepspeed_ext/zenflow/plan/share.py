@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
-from deepspeed_ext.zenflow.plan.partitions import head_bytes, head_of
 from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
@@ -249,7 +248,7 @@ def _exact_over_estimate(plan: ZenFlowPlan) -> float:
     dtypes, block_size = plan.dtypes, plan.rule.block_size
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published]
     weights = DTYPE_BYTES[dtypes.weights]
-    stepped = 2 * head_bytes(plan.rule, block_size) / block_size + gradient + weights
+    stepped = 2 * plan.rule.head_bytes(block_size) / block_size + gradient + weights
     return stepped / (gradient + published + weights)
 
 
@@ -299,7 +298,7 @@ def least_units(plan: ZenFlowPlan, room: int) -> int:
 
 
 def _accelerator_bytes(plan: ZenFlowPlan) -> int:
-    return plan.held.head_bytes + plan.held.landing_bytes
+    return plan.head_bytes + plan.landing_bytes
 
 
 def chosen_share(plan: ZenFlowPlan, ranks: Sequence[tuple[ChainTimes, int]]) -> tuple[float, str]:

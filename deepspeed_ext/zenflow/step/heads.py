@@ -112,7 +112,7 @@ class Heads:
         heads = cls.if_all_have_room(plan, weights, arena, kind, ranks)
         if heads is None:
             raise OutOfMemoryError(
-                f"offload_optimizer.ratio keeps {plan.held.head_bytes:,} bytes of the optimizer "
+                f"offload_optimizer.ratio keeps {plan.head_bytes:,} bytes of the optimizer "
                 f"on the accelerator of rank {ranks.rank}, and a rank has no memory for its part: "
                 'raise the ratio, or set it to "auto"'
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.facts import Ratio
 from deepspeed_ext.zenflow.step.supported import require_group_timeout
 
 __all__ = ["ZenFlowRun"]
@@ -20,16 +21,13 @@ class ZenFlowRun:
             may have been lowered.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
             the data loader.
-        host_ratio: the fraction of each partition that steps on the host
-            (``offload_optimizer.ratio``); None: chosen (see `decide`).
-        asks_for_ratio: whether the config asks for that choice.
+        ratio: ``offload_optimizer.ratio``.
     """
 
     config: ZenFlowConfig
     worker_timeout_seconds: float
     steps_per_epoch: int | None = None
-    host_ratio: float | None = 1.0
-    asks_for_ratio: bool = True
+    ratio: Ratio = 1.0
 
     @classmethod
     def of(
@@ -37,8 +35,7 @@ class ZenFlowRun:
         config: ZenFlowConfig,
         group_timeouts_seconds: Iterable[float] = (),
         steps_per_epoch: int | None = None,
-        host_ratio: float | None = 1.0,
-        asks_for_ratio: bool = True,
+        ratio: Ratio = 1.0,
     ) -> ZenFlowRun:
         """Add the run-time values to `config`.
 
@@ -48,7 +45,7 @@ class ZenFlowRun:
         Args:
             group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
                 this one; empty if there are no other ranks.
-            steps_per_epoch, host_ratio, asks_for_ratio: see the attributes.
+            steps_per_epoch, ratio: see the attributes.
 
         Raises:
             ConfigError: the user's timeout is not below that of the collectives.
@@ -59,4 +56,4 @@ class ZenFlowRun:
             if "worker_timeout_seconds" in config.model_fields_set:
                 require_group_timeout(timeout, shortest)
             timeout = shortest / 2
-        return cls(config, timeout, steps_per_epoch, host_ratio, asks_for_ratio)
+        return cls(config, timeout, steps_per_epoch, ratio)

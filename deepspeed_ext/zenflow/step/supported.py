@@ -223,8 +223,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
     """What contradicts ``gradients_on_host: true``, which has no effect with ``offload_param``."""
     name, zenflow, offload = "gradients_on_host = true", section.zenflow, section.offload_optimizer
     given = bool(zenflow.gradients_on_host) and section.offload_param is None
-    host_ratio = section.host_ratio
-    ratio = '"auto" (or "fit")' if host_ratio is None else f"{host_ratio:g}"
+    given_ratio = section.host_ratio
+    ratio = '"auto" (or "fit")' if given_ratio == "auto" else f"{given_ratio or 0.0:g}"
     return [
         Refusal(
             f"{name} at stage 1",
@@ -234,7 +234,7 @@ def _of_gradients(section: Any) -> list[Refusal]:
         ),
         Refusal(
             f"{name} with offload_optimizer.ratio = {ratio}",
-            given and offload is not None and host_ratio != 1.0,
+            given and offload is not None and given_ratio not in (None, 1.0),
             "what steps on the accelerator needs its gradients there",
         ),
     ]

@@ -115,11 +115,15 @@ def test_power_loss_at_any_moment(
 
 
 NO_FOLDER_OF_ITS_OWN = ("..", "../x", ".", "", "a/../..")
-RESERVED = ("latest", "latest_universal", "zero_to_fp32.py", "latest/x", "./latest")
-RESERVED += ("a.dsext-removing", "a.dsext-saving.0123", "b/a.dsext-replaced/c", "x.dsext-tmp.1")
+RESERVED = (
+    *("latest", "latest_universal", "zero_to_fp32.py", "latest/x", "./latest"),
+    *("a.dsext-removing", "a.dsext-saving.0123", "b/a.dsext-replaced/c", "x.dsext-tmp.1"),
+)
 NOT_KEPT_BY_LATEST = (" a", "a ", "a\n", "\ta", "a\u2003", "a\rb", "a\0b", "a\x7f", "\udc80")
-USABLE = ("7", "run/epoch 3/best", "...", ".hidden", "v1.2..3", "latest.1", "a/latest", "x" * 200)
-USABLE += ("schöner Stand", "模型", "🙂", "-x", "~", "%d", "a//b", "a/", "zero_to_fp32.pyc")
+USABLE = (
+    *("7", "run/epoch 3/best", "...", ".hidden", "v1.2..3", "latest.1", "a/latest", "x" * 200),
+    *("schöner Stand", "模型", "🙂", "-x", "~", "%d", "a//b", "a/", "zero_to_fp32.pyc"),
+)
 
 
 def refusal(folder: Path, tag: str) -> str:

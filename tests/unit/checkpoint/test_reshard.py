@@ -295,44 +295,37 @@ def left_to_deepspeed(
     return path is not None, weights
 
 
-@pytest.mark.parametrize("way", ["zero", "predictive"])
-def test_without_the_optimizers_files_the_weights_are_loaded(
-    way: str, module_folder: Path, tmp_path: Path
+ALONE: list[dict[str, bool]] = [{"load_optimizer_states": False}, {"load_module_only": True}]
+
+
+@pytest.mark.parametrize(
+    ("way", "model", "how", "with_optimizer"),
+    [
+        ("zero", None, ALONE[0], False),
+        ("predictive", None, ALONE[0], False),
+        ("predictive", thawed, ALONE[0], True),
+        ("predictive", thawed, ALONE[1], True),
+    ],
+)
+def test_weights_alone_are_loaded_as_plain_deepspeed_does_where_both_sides_have_all(
+    way: str,
+    model: Any,
+    how: dict[str, bool],
+    with_optimizer: bool,
+    module_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    """A warm start, as with plain DeepSpeed, which needs ``load_optimizer_states=False`` too."""
+    """Without the optimizer's files, a warm start; or for another set of trained parameters: a
+    fine-tune thaws what was frozen."""
     saved, other = Run(2, 2, way), Run(3, 1, way)
     folder, _ = saved_by(saved, module_folder)
-    shutil.copytree(
-        Path(folder, "t"), tmp_path / "t", ignore=shutil.ignore_patterns("*optim_states.pt")
-    )
+    left_out = () if with_optimizer else ("*optim_states.pt",)
+    shutil.copytree(Path(folder, "t"), tmp_path / "t", ignore=shutil.ignore_patterns(*left_out))
     expected = torch.load(
         tmp_path / "t" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
     )["module"]
-    loads = run_ranks(
-        3, left_to_deepspeed, other, str(tmp_path), pool=other.pool, load_optimizer_states=False
-    )
-    for was_loaded, weights in loads:
-        assert was_loaded
-        assert_same({name: expected[name].float() for name in weights}, weights, "weights")
-
-
-@pytest.mark.parametrize(
-    "how", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str
-)
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [(Run(2, 2, "predictive"), Run(3, 1, "predictive"))], ids=str
-)
-def test_weights_alone_may_be_of_another_set_of_trained_parameters(
-    saved: Run, loaded: Run, how: dict[str, bool], module_folder: Path
-) -> None:
-    """As with plain DeepSpeed where both sides have all weights: a fine-tune thaws what was
-    frozen."""
-    folder, _ = saved_by(saved, module_folder)
-    expected = torch.load(
-        Path(folder, "t", "mp_rank_00_model_states.pt"), map_location="cpu", weights_only=False
-    )["module"]
     for was_loaded, weights in run_ranks(
-        3, left_to_deepspeed, loaded, folder, thawed, pool=loaded.pool, **how
+        3, left_to_deepspeed, other, str(tmp_path), model, pool=other.pool, **how
     ):
         assert was_loaded
         assert_same({name: expected[name].float() for name in weights}, weights, "weights")

@@ -231,7 +231,7 @@ def test_a_ratio_that_is_chosen_leaves_the_other_fields_as_they_are(ratio: str) 
     )
     assert zero.offload_optimizer is not None
     assert (zero.offload_optimizer.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
-    assert zero.host_ratio is None
+    assert zero.host_ratio == "auto"
 
 
 def test_auto_means_not_given() -> None:

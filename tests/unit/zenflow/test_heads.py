@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.partitions import head_of
+from deepspeed_ext.zenflow.plan.plan import head_of
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.compare import allow_fp16

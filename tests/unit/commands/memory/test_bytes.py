@@ -15,6 +15,7 @@ from deepspeed_ext.adapter.buffers import Buffer
 from deepspeed_ext.commands.memory.plan import PLACES, MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Memory, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from tests.support.memory_plans import DTYPES, PARAMS, planned, setups
@@ -111,7 +112,7 @@ def test_bytes_of_the_arena_are_the_pages_of_its_layout(
     plan = planned(setup, params, ranks, dtype).zenflow
     assert plan is not None
     assume(all(each.times == 1 for each in plan.partitions) and len(plan.partitions) <= 32)
-    held = sum(part.nbytes for part in plan.held.held(Place.HOST) if part.memory.is_in_arena)
+    held = sum(part.nbytes for part in Held(plan).held(Place.HOST) if part.memory.is_in_arena)
     shown = set(plan.rule.layout.shown) - set(plan.rule.layout.kinds)
     pages = plan.layout.page_bytes()
     assert held == sum(size for key, size in pages.items() if key.kind not in shown)
@@ -126,7 +127,7 @@ def test_an_export_sets_predicted_weights_aside_where_they_are_computed(
     plan = planned(setup, params, ranks, dtype)
     assert plan.zenflow is not None
     place = plan.zenflow.places.gradient
-    moment = plan.zenflow.held.moments(place, Phase.SAVE)["export"]
+    moment = Held(plan.zenflow).moments(place, Phase.SAVE)["export"]
     aside = sum(part.nbytes for part in moment if part.kind == "predicted weights, aside")
     weights = plan.model.itemsize * plan.setup.partition_numel(plan.model, plan.ranks)
     assert aside == (weights if plan.zenflow.rule.overlapped else 0)
@@ -175,14 +176,14 @@ OFFLOAD = {"offload": True, "pins": True, "rounds_pinned": False}
 HALF, MASTERS = 500, 4 * 500 + 2 * 4 * 500
 """This rank's elements, and the bytes of its masters and moments."""
 BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
-    (  # stage 1 keeps each gradient in fp32, and fills a bucket in it that is reduced in bf16
+    (  # stage 1 keeps each gradient in fp32; those of a bucket give way to its sum in bf16
         {"stage": 1, "accumulates_fp32": True, "accumulation": 2},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
             "weights": 2 * 1000,
             "optimizer": MASTERS,
-            "gradients": 4 * (1000 - 300) + 4 * HALF,
-            "buffers": 4 * 300 + 4 * 300 + 2 * 300,
+            "gradients": 4 * 1000,
+            "buffers": 4 * 300 + 4 * HALF + 2 * 300,
         },
     ),
     (  # stage 2 converts the reduced bucket, and the largest gradient, which is being made
@@ -265,17 +266,19 @@ def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
     assert plan is not None
     assert plan.copies is Copies.BESIDE_STEP
     numel, blocks = 2**20, 2**20 // 32
-    there = {part.kind: part.nbytes for part in plan.parts(Place.ACCELERATOR, Phase.BETWEEN)}
+    there = {part.kind: part.nbytes for part in Held(plan).parts(Place.ACCELERATOR, Phase.BETWEEN)}
     assert there == {
         "landing buffers": 2 * numel + 4 * blocks,
         "derived denominators": 4 * blocks,
     }
-    here = {part.kind: part for part in plan.parts(Place.HOST, Phase.BETWEEN)}
+    here = {part.kind: part for part in Held(plan).parts(Place.HOST, Phase.BETWEEN)}
     for kind in ("master", "moment m", "moment v"):
         assert here[kind].nbytes == pytest.approx(4 * numel, abs=2 * PAGE)
     assert here["master"].memory is Memory.ARENA
     assert here["block means"].memory is Memory.LOCKED_ARENA
-    (staging,) = (part for part in plan.parts(Place.HOST, Phase.START) if part.kind == "staging")
+    (staging,) = (
+        part for part in Held(plan).parts(Place.HOST, Phase.START) if part.kind == "staging"
+    )
     assert staging.nbytes == 2 * 2 * numel, "two chunks, each as large as all weights"
 
 
@@ -288,7 +291,7 @@ def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -
     assert held is not None
     (copy,) = (
         part
-        for part in held.held.moments(Place.HOST, Phase.SAVE)["module"]
+        for part in Held(held).moments(Place.HOST, Phase.SAVE)["module"]
         if part.kind == "copy of the rule's state"
     )
     blocks = 2**20 // 32

@@ -31,7 +31,7 @@ LOGITS_GIB = {"qwen2.5-7b": 6.6, "llama-3.1-8b": 5.9, "gemma-2-9b": 10.9}
 def test_known_models_have_their_number_of_parameters(name: str) -> None:
     _, shape, notes = read_shape(name.upper())
     assert shape.params == pytest.approx(PARAMETERS[name], rel=1e-4)
-    assert notes == ()
+    assert notes == []
 
 
 def test_every_known_value_has_its_source() -> None:

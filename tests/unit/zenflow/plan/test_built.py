@@ -57,23 +57,21 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     for decided, partition in zip(plan.partitions, adam.state.partitions, strict=True):
         numels = partition.master.numel(), partition.weights().numel()
         said.append(("on the host", (decided.on_host,) * 2, numels))
-        said.append(("places", decided.places, partition.places))
+        said.append(("places", plan.places, partition.places))
         where = Place.HOST if partition.device.type == "cpu" else Place.ACCELERATOR
-        said.append(("gradient", decided.places.gradient, where))
+        said.append(("gradient", plan.places.gradient, where))
     if isinstance(transfers, HiddenTransfers):
         assert plan.chunks is not None
         results = [buffer.results for buffer in transfers._buffers]
         tensors = [each for one in results for each in (one.published, one.block_means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
         equal_items = plan.dtypes.y_replaces_gradient
-        said.append(
-            ("landing", plan.held.landing_bytes if equal_items else y_and_means, y_and_means)
-        )
+        said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(("chunk", plan.chunks.numel, transfers.chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
     parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
-    said.append(("share", plan.held.head_bytes, share))
+    said.append(("share", plan.head_bytes, share))
     engine.destroy()
     return plan, [
         f"{name}: planned {planned}, built {made}"

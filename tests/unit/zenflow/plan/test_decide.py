@@ -15,6 +15,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
@@ -45,7 +46,7 @@ def one_rank(numel: int, free: int | None = None, total: int | None = None) -> R
 
 
 def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: Any) -> ZenFlowPlan:
-    return decided(facts, config, host_share=host_share)
+    return decided(facts, config, ratio="auto" if host_share is None else host_share)
 
 
 # -- one decision at a time ------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def test_the_reason_of_a_share_says_who_has_chosen_it(
     changes: dict[str, Any], asks: bool, share: float | None, config: dict[str, Any], why: str
 ) -> None:
     facts = facts_of(one_rank(1 << 20, 1 << 30), **changes)
-    plan = decide(facts, ZenFlowConfig(**config), host_share=share, is_asked=asks)
+    plan = decide(facts, ZenFlowConfig(**config), ratio="auto" if asks and share is None else share)
     (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
     assert why in reason.why
 
@@ -76,7 +77,7 @@ def test_the_reason_of_a_share_says_who_has_chosen_it(
 @pytest.mark.parametrize(("free", "why"), [(1 << 24, "were free"), (0, "have none for the rest")])
 def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str) -> None:
     rank = replace(one_rank(1 << 20, free), host_free=(("memory", 1 << 23),))
-    plan = decide(facts_of(rank), ZenFlowConfig(), host_share=None, is_asked=False)
+    plan = decide(facts_of(rank), ZenFlowConfig(), ratio=None)
     (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
     assert "a host has no memory for all of it" in reason.why
     assert why in reason.why
@@ -197,19 +198,19 @@ def test_a_share_that_nobody_asked_for_is_measured_where_nothing_promises_the_la
         facts_of(one_rank(MIB), **{k: v for k, v in changes.items() if k != "ranks"}),
         ranks=(one_rank(MIB),) * changes.get("ranks", 1),
     )
-    plan = decide(facts, ZenFlowConfig(**config), host_share=None, is_asked=False)
+    plan = decide(facts, ZenFlowConfig(**config), ratio=None)
     assert (plan.measures_share, plan.host_share) == (free, 1.0)
-    given = decide(facts, ZenFlowConfig(**config), host_share=1.0)
+    given = decide(facts, ZenFlowConfig(**config), ratio=1.0)
     assert replace(plan, measures_share=False, reasons=given.reasons) == given
     frozen = ZenFlowConfig(**config | {"autotune": False})
-    assert not decide(facts, frozen, host_share=None).measures_share
+    assert not decide(facts, frozen, ratio="auto").measures_share
 
 
 def test_a_host_that_is_short_gets_the_share_that_lets_the_optimizer_fit() -> None:
     """14.1 bytes an element on the host."""
     for free, fits in ((80 * GIB, True), (0, False)):
         rank = RankFacts((Run(GIB),), free, 80 * GIB, host_free=(("machine", 10 * GIB),))
-        plan = decide(facts_of(rank), ZenFlowConfig(), host_share=None, is_asked=False)
+        plan = decide(facts_of(rank), ZenFlowConfig(), ratio=None)
         assert not plan.measures_share
         assert (plan.host_share < 0.8, plan.shortage is None) == (fits, fits)
 
@@ -223,7 +224,7 @@ def test_where_gradients_leave_in_backward_stage_3_streams_exact_weights() -> No
         plan = plan_of(tight, state_dtype=state)
         assert plan.peeks
         assert plan.places.gradient is Place.HOST
-        held = plan.nbytes(Place.HOST, Phase.BETWEEN) / GIB
+        held = Held(plan).nbytes(Place.HOST, Phase.BETWEEN) / GIB
         assert held == pytest.approx(nbytes + 4 / 32, abs=0.01)  # a value for every block
     assert plan_of(roomy, gradients_on_host=True).peeks
     given = {"update_rule": "predictive"}
@@ -259,7 +260,7 @@ def test_landing_buffers_leave_a_tenth_of_the_memory_free(free: int, expected: b
     rank = one_rank(500, free, 1200)
     plan = plan_of(facts_of(rank, takes_gradients=False), **SELECTIVE)
     assert (plan.copies is Copies.BESIDE_STEP) is expected
-    assert plan.held.landing_bytes == (1000 if expected else 0)
+    assert plan.landing_bytes == (1000 if expected else 0)
     refused = replace(facts_of(rank, takes_gradients=False), refuses_landing=True)
     assert plan_of(refused, **SELECTIVE).copies is Copies.INSIDE_STEP
 
@@ -272,7 +273,7 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         rank = one_rank(2 * numel, room * numel + 10_000, 100_000)
         plan = plan_of(facts_of(rank, takes_gradients=False), host_share=0.5)
         assert (plan.copies is Copies.BESIDE_STEP) is expected
-        assert plan.held.head_bytes == 12 * numel
+        assert plan.head_bytes == 12 * numel
 
 
 @pytest.mark.parametrize(

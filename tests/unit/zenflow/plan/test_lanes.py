@@ -32,7 +32,7 @@ def plan_of(**config: Any) -> ZenFlowPlan:
     caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=True)
     rank = RankFacts((Run(NUMEL),), 80 * GIB, 80 * GIB)
     chosen = ZenFlowConfig(**config)
-    return decide(ZenFlowFacts((rank,), caller), chosen, host_share=1.0)
+    return decide(ZenFlowFacts((rank,), caller), chosen, ratio=1.0)
 
 
 def lanes(plan: ZenFlowPlan, link: float, worker: float) -> Lanes:

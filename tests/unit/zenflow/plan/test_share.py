@@ -43,7 +43,7 @@ def plan_of(
     caller = Caller("bfloat16", "bfloat16", takes_gradients=True)
     limits = () if host is None else (("machine", host),)
     rank = RankFacts(tuple(Run(numel) for numel in numels), 80 * GIB, 80 * GIB, host_free=limits)
-    return decided(ZenFlowFacts((rank,), caller), config, host_share=share)
+    return decided(ZenFlowFacts((rank,), caller), config, ratio="auto" if share is None else share)
 
 
 def test_a_new_share_replaces_its_reason_and_no_other() -> None:
@@ -81,11 +81,11 @@ def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, shar
 def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room: int) -> None:
     plan = plan_of(first, second)
     units = least_units(plan, room)
-    taken = plan.held.landing_bytes + room
+    taken = plan.landing_bytes + room
 
     def bytes_at(units: int) -> int:
         moved = with_host_share(plan, units / UNITS, "")
-        return moved.held.head_bytes + moved.held.landing_bytes
+        return moved.head_bytes + moved.landing_bytes
 
     assert units == UNITS or bytes_at(units) <= taken
     assert units == 0 or bytes_at(units - 1) > taken
@@ -209,8 +209,8 @@ def test_a_moved_plan_is_the_one_of_a_run_that_began_with_it(
     moved = with_host_share(plan_of(*numels, **config), share, "")
     begun = plan_of(*numels, share=share, **config)
     assert [each.head for each in moved.partitions] == [each.head for each in begun.partitions]
-    assert moved.held.head_bytes == begun.held.head_bytes
-    assert moved.held.landing_bytes == begun.held.landing_bytes
+    assert moved.head_bytes == begun.head_bytes
+    assert moved.landing_bytes == begun.landing_bytes
     assert moved.kernels == begun.kernels
     assert not moved.measures_share
 

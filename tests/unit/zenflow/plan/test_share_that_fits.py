@@ -43,9 +43,7 @@ def units_that_fit(facts: ZenFlowFacts, setup: Setup, reserve: float = 0.15) -> 
     """The share on the accelerator that is chosen if it is left open, in units."""
     assert setup.zenflow is not None
     section = setup.zenflow.model_dump(exclude_unset=True) | {"offload_reserve_fraction": reserve}
-    return round(
-        (1.0 - decide(facts, ZenFlowConfig(**section), host_share=None).host_share) * UNITS
-    )
+    return round((1.0 - decide(facts, ZenFlowConfig(**section), ratio="auto").host_share) * UNITS)
 
 
 def peak_at(model: Model, ranks: Ranks, setup: Setup, host_share: float) -> int:
