@@ -28,11 +28,11 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
+from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 __all__ = [
     "STATE_KEY",
@@ -73,7 +73,7 @@ class SavedState:
     kernel: str
     block_size: int
     schedule: Mapping[str, Any]
-    optimizer: Literal["adam", "lion"] = "adam"
+    optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int
     partitions: Annotated[Sequence[PartitionValues], SkipValidation]
@@ -93,7 +93,7 @@ class SavedState:
 
     def shapes(self) -> list[Shape]:
         """Every tensor with what it must be."""
-        layout = LION_STATE if self.optimizer == LION_STATE.name else ADAM_STATE
+        layout = LAYOUTS[self.optimizer]
         found = [
             shape._replace(name=f"{shape.name} of partition {index}")
             for index, partition in enumerate(self.partitions)
@@ -136,10 +136,16 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         schedule, partitions = _BY_RULE[saved["rule"]]
         # None: what earlier versions had not chosen yet
         chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
+        layout = LAYOUTS[saved.get("optimizer", ADAM_STATE.name)]
+        step: TypeAdapter[Any] = TypeAdapter(layout.passes.step_type)
+        typed = [
+            {**each, "last": step.validate_python(each["last"])} if each.get("last") else each
+            for each in saved["partitions"]
+        ]
         fields = {
             **saved,
             "schedule": _without_ring(schedule.validate_python(chosen)),
-            "partitions": partitions.validate_python(saved["partitions"]),
+            "partitions": partitions.validate_python(typed),
         }
         state = _STATE.validate_python(fields)
     except Exception as error:  # the file may hold anything

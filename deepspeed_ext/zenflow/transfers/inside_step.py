@@ -12,11 +12,11 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
+from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
@@ -151,16 +151,17 @@ class Transfers:
         self._finish()
         self._note_slots(tasks)
         by_index = {task.partition: task for task in tasks}
-        for index, span in self.in_order(by_index):
-            task = replace(by_index[index], span=span)
-            self._sent[index, span.begin] = self._process.submit([task])
+        for together in self._batches(by_index):
+            parts = [replace(by_index[index], span=span) for index, span in together]
+            number = self._process.submit(parts)
+            self._sent.update(((index, span.begin), number) for index, span in together)
 
     def follow(self) -> None:
         """Hand over the second part of tasks that departed in two."""
 
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
-            self._slots[task.partition] = task.y_slot
+            self._slots[task.partition] = task.slot
             self._read.pop(task.partition, None)
 
     def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
@@ -171,6 +172,19 @@ class Transfers:
             for numel in (self._results[index][0].published.numel(),)
             for begin in range(0, numel, self.chunk_numel)
         ]
+
+    def _batches(self, indices: Iterable[int]) -> Iterator[list[tuple[int, Span]]]:
+        """The chunks of `in_order`, those together that go to the worker in one message: as many as
+        have the elements of one chunk. A step's messages then do not grow with its partitions."""
+        batch, numel = list[tuple[int, Span]](), 0
+        for index, span in self.in_order(indices):
+            if batch and numel + span.numel > self.chunk_numel:
+                yield batch
+                batch, numel = [], 0
+            batch.append((index, span))
+            numel += span.numel
+        if batch:
+            yield batch
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""
