@@ -24,7 +24,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.copies import Run
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
+from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions"]
 

@@ -28,12 +28,12 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
+from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 __all__ = [
     "STATE_KEY",
@@ -79,7 +79,7 @@ class SavedState(Generic[ScheduleT, PartitionT]):
     kernel: str
     block_size: int
     schedule: ScheduleT
-    optimizer: Literal["adam", "lion"] = "adam"
+    optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int
     partitions: list[PartitionT]
@@ -99,7 +99,7 @@ class SavedState(Generic[ScheduleT, PartitionT]):
 
     def shapes(self) -> list[Shape]:
         """Every tensor with what it must be."""
-        layout = LION_STATE if self.optimizer == LION_STATE.name else ADAM_STATE
+        layout = LAYOUTS[self.optimizer]
         found = [
             shape._replace(name=f"{shape.name} of partition {index}")
             for index, partition in enumerate(self.partitions)
@@ -140,7 +140,14 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> AnySavedState:
         saved = converted(saved)
         # None: what earlier versions had not chosen yet
         chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
-        state = _READERS[saved["rule"]].validate_python({**saved, "schedule": chosen})
+        layout = LAYOUTS[saved.get("optimizer", ADAM_STATE.name)]
+        step: TypeAdapter[Any] = TypeAdapter(layout.passes.step_type)
+        typed = [
+            {**each, "last": step.validate_python(each["last"])} if each.get("last") else each
+            for each in saved["partitions"]
+        ]
+        fields = {**saved, "schedule": chosen, "partitions": typed}
+        state = _READERS[saved["rule"]].validate_python(fields)
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
             f"the saved ZenFlow state is damaged: {one_line(error)[:300]}: {LOAD_ANOTHER}"

@@ -54,10 +54,11 @@ def prepare_kernels(
     if Kernel.NORM in plan.kernels:
         calls.append(prepare.norms(device, {of_weights, gradient}))
     if Kernel.STEP in plan.kernels:
-        calls.append(kind.step_kernels(device, block_size, gradient, of_weights, alignments))
+        stepped = gradient, of_weights
+        calls.append(kind.step_kernels(device, block_size, stepped, alignments))
     if Kernel.ESTIMATE in plan.kernels:
         estimated = of_weights, published, gradient
-        calls.append(kind.estimate_kernels(device, block_size, *estimated, alignments))
+        calls.append(kind.estimate_kernels(device, block_size, estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 

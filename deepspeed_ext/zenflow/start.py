@@ -34,7 +34,7 @@ from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["ZenFlowStart", "start_optimizer"]
 

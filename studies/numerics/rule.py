@@ -6,20 +6,22 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel import (
-    AdamPass,
     AdamStep,
     Array,
     Kernel,
+    Pass,
     Publish,
     library_path,
     load_kernel,
 )
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 PLAIN_BLOCK = 256
 """Elements per block where a rule does not use the mean of v."""
@@ -127,22 +129,16 @@ class Host:
     def run(
         self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish
     ) -> None:
-        """One pass of the package: an exact update for each gradient, then y and the block
+        """Passes of the package: an exact update for each gradient, then y and the block
         means."""
-        kernel().run(
-            AdamPass(
-                p=_array(self.p),
-                m=_array(self.m),
-                v=_array(self.v),
-                grads=tuple(_array(grad) for grad in grads),
-                steps=tuple(steps),
-                published=_array(self.published),
-                block_means=_array(self.means),
-                block_size=self.block_size,
-                publish=publish,
-                scales=(_array(self.scales[0]), _array(self.scales[1])) if self.scales else None,
-            )
-        )
+        layout = replace(ADAM_STATE, moment_dtype=dtype_name(self.m.dtype))
+        state = tuple(map(_array, (self.p, self.m, self.v, *self.scales)))
+        y, means = _array(self.published), _array(self.means)
+        for number, (grad, step) in enumerate(zip(grads, steps, strict=True), start=1):
+            exact = Publish.exact(step.bias_correction2_sqrt, step.eps)
+            of_step = publish if number == len(steps) else exact
+            work = Pass(layout, state, y, self.block_size, of_step, _array(grad), step, means)
+            kernel().run(work)
 
     def step(self, grad: torch.Tensor, step: AdamStep) -> None:
         """One exact update; publishes p."""

@@ -244,7 +244,7 @@ def test_a_sample_has_one_case_in_n_of_each_function() -> None:
     assert len([name for name in kept if "other" in name]) == 4
 
 
-@pytest.mark.parametrize("kind", sorted(set(get_args(Work)) - set(get_args(WorkerTask)), key=str))
+@pytest.mark.parametrize("kind", sorted(set(get_args(Work)) - {WorkerTask}, key=str))
 def test_work_without_a_partition_is_handed_on_as_it_is(kind: type) -> None:
     """Which of it a run submits depends on the machine: threads are limited where there are many
     cores."""

@@ -29,15 +29,15 @@ import torch
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArraySpec, PlacedArray, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import (
-    AdamPass,
     AdamStep,
     Kernel,
+    Pass,
     Publish,
     library_path,
     load_kernel,
 )
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from tests.perf import report
 from tests.support.arenas import arena_kinds
 
@@ -123,16 +123,17 @@ def pass_arena(
 
 
 def pass_runner(kernel: Kernel, arena: Arena) -> Callable[[], None]:
-    kinds = ("p", "m", "v", "g", "y", "block_means")
-    p, m, v, g, y, means = (arena.array(kind) for kind in kinds)
+    p, g, y, means = (arena.array(kind) for kind in ("p", "g", "y", "block_means"))
+    dtype = arena.array("m").dtype
+    layout = replace(ADAM_STATE, moment_dtype=dtype)
+    state = (p, *(arena.array(kind) for kind in layout.kept[1:]))
     adam = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100, 0.5)
     publish = Publish(0.99, 1e-3, 0.0, 0.0, adam.bias_correction2_sqrt, 1e-8)
-    scales = (arena.array("m_scales"), arena.array("v_scales")) if m.dtype == "int8" else None
-    adam_pass = AdamPass(p, m, v, (g,), (adam,), y, means, BLOCK_SIZE, publish, scales=scales)
+    work = Pass(layout, state, y, BLOCK_SIZE, publish, g, adam, means)
 
     def run() -> None:
         assert arena.fileno >= 0, "the pass holds addresses in the arena"
-        kernel.run(adam_pass)
+        kernel.run(work)
 
     return run
 

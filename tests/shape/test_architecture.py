@@ -180,11 +180,11 @@ WIDE_RECORDS = {
     "commands.memory.setup.Setup",
     "checkpoint.zenflow_state.SavedState",
     "cores.plan.RankPlan",
-    *("zenflow.kernels.definition.AdamConstants", "zenflow.plan.arrays.ArraySpec"),
+    "zenflow.plan.arrays.ArraySpec",
     *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
     "zenflow.step.partition.Partition",
-    *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamPass", "AdamStep")),
-    "zenflow.worker.kernel.lion_pass.LionPass",
+    *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamConstants", "AdamStep")),
+    *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass",)),
 }
 """Values with more fields, which are filled by name, or cross to a kernel."""
 

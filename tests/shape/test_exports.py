@@ -13,7 +13,7 @@ USED_OTHERWISE = {
     *(  # by name, where Triton is there
         f"deepspeed_ext.zenflow.kernels.device.{kernel}"
         for kernel in (
-            *("norms", "predict", "predict_lion", "rounded_step", "share_step"),
+            *("adam_step", "norms", "predict"),
             "sums_of_squares",
         )
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes, PerBlock
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 
 def arena_kinds(

@@ -30,17 +30,11 @@ TARGETS = {
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "u8": 1}
 _ARRAYS = {  # of the model's size, and how often each is loaded and stored
     "predict": {"weights": (0, 1), "published": (1, 0), "grad": (1, 0)},
-    "share_step": {
+    "adam_step": {
         **{name: (1, 1) for name in ("p", "m", "v")},
         "grad": (1, 0),
         "weights": (0, 1),
     },
-    "rounded_step": {
-        **{name: (1, 1) for name in ("p", "m", "v")},
-        "grad": (1, 0),
-        "weights": (0, 1),
-    },
-    "predict_lion": {"weights": (0, 1), "published": (1, 0), "grad": (1, 0)},
     "sums_of_squares": {"like": (1, 0)},
 }
 
@@ -50,7 +44,6 @@ _TYPES = {
     "firsts": "i64",
     "sums": "fp64",
     "found": "fp64",
-    "known": "i32",
     "m_scales": "u8",
     "v_scales": "u8",
 }
@@ -75,7 +68,11 @@ class Variant:
         elif kernel == "norms":
             constants = dict(launch.NORM_SUM)
         else:
-            constants = launch.shape_constants(kernel, block, aligned)
+            constants = launch.shape_constants(kernel.removesuffix("_signs"), block, aligned)
+        if kernel in ("predict", "predict_signs"):
+            constants["SIGNS"] = kernel == "predict_signs"
+            dtypes = dtypes | ({"known": "i32"} if constants["SIGNS"] else {})
+            kernel = "predict"
         return cls(kernel, tuple(dtypes.items()), tuple(constants.items()))
 
     @property

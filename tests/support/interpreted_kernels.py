@@ -23,7 +23,8 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import definition, device, host, launch, lion, rounded
+from deepspeed_ext.zenflow.kernels import device, host, launch
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.codes import store
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
@@ -98,35 +99,23 @@ class Case:
             [weights],
         )
 
-    def constants(self) -> definition.AdamConstants:
+    def step(self) -> AdamStep:
         beta1, beta2 = self.random.choice([(0.0, 0.0), (0.9, 0.95), (0.9, 0.999)])
-        l2, decay = self.random.choice([(0.0, 1.0), (self.number(), 1.0), (0.0, self.number())])
-        return definition.AdamConstants(
-            *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
-            *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
+        number = self.random.choice([1, 2, 3, self.random.randint(1, 10**6), 2**31 - 1])
+        decay, decoupled, corrects = self.number(), *self.random.choices([True, False], k=2)
+        return AdamStep(
+            *(1e-3, beta1, beta2, 1e-8, decay, decoupled, number, self.number(), corrects)
         )
 
-    def share_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        rows = max(1, self.n // self.block)
-        p, m, v, grad, weights = (
-            self.array(dtype, rows * self.block).view(rows, -1)
-            for dtype in (*[torch.float32] * 3, *self.random.choices(STORED, k=2))
-        )
-        constants = self.constants()
-        updates = self.random.choice([1, 2, 3, self.random.randint(1, 10**6)])
-        return self.both(
-            lambda p, m, v, w: launch.share_step(p, m, v, grad, w, updates, constants),
-            [p, m, v.abs_(), weights],
-        )
-
-    def rounded_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def adam_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = max(1, self.n // self.block)
         p, grad, weights = (
             self.array(dtype, rows * self.block).view(rows, -1)
             for dtype in (torch.float32, *self.random.choices(STORED, k=2))
         )
-        if self.random.random() < 0.3:
-            m, v = (self.array(torch.bfloat16, rows * self.block) for _ in range(2))
+        dtype = self.random.choice([torch.float32, torch.bfloat16, torch.int8])
+        if dtype != torch.int8:
+            m, v = (self.array(dtype, rows * self.block) for _ in range(2))
             state = [p, m.view(rows, -1), v.abs_().view(rows, -1)]
         else:
             kept = [self.array(torch.float32, rows * self.block) for _ in range(2)]
@@ -134,15 +123,13 @@ class Case:
             scales = [torch.empty(rows, dtype=torch.uint8) for _ in CODES]
             store([kept[0], kept[1].abs_()], [each.view(-1) for each in codes], scales, self.block)
             state = [p, *codes, *scales]
-        constants, updates = self.constants(), self.random.choice([1, 2, 2**31 - 1])
-        pairs = self.both(
-            lambda w, *s: rounded.rounded_step(s, grad, w, updates, constants), [weights, *state]
-        )
+        step = self.step()
+        pairs = self.both(lambda w, *s: launch.adam_step(s, grad, w, step), [weights, *state])
         for each in (each for pair in pairs for each in pair if each.dtype == torch.bfloat16):
             each.masked_fill_(each.abs() < torch.finfo(torch.bfloat16).tiny, 0.0)
         return pairs
 
-    def predict_lion(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def predict_signs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
         rows, width = -(-self.n // self.block), LION_STATE.per_block_width(self.block)
         generator = torch.Generator().manual_seed(self.random.getrandbits(32))
@@ -150,11 +137,11 @@ class Case:
             -(1 << 31), 1 << 31, (rows, width), dtype=torch.int32, generator=generator
         )
         known[:, 0] = self.array(torch.float32, rows).abs().view(torch.int32)
-        weight, beta1, lr = self.number(), self.random.choice([0.0, 0.9]), self.number()
+        numbers = self.number(), self.random.choice([0.0, 0.9]), self.number()
         weights = self.array(self.random.choice(STORED))
         return self.both(
-            lambda w: lion.predict_lion(
-                w, published, grad, known.view(-1), weight, beta1, lr, self.block
+            lambda w: launch.predict_signs(
+                w, published, grad, known.view(-1), *numbers, self.block
             ),
             [weights],
         )
@@ -188,9 +175,8 @@ def main(cases: int, seed: int) -> None:
         case = Case.invent(number)
         for kernel in (
             case.predict,
-            case.share_step,
-            case.rounded_step,
-            case.predict_lion,
+            case.adam_step,
+            case.predict_signs,
             *([case.norms] if number % 8 == 0 else []),
         ):
             for found, wanted in kernel():

@@ -12,20 +12,21 @@ import psutil
 from deepspeed_ext.zenflow.plan.arrays import plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish, library_path
-from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerPlan
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.arenas import arena_kinds
 from tests.support.waiting import GENEROUS_SECONDS
 
 NUMEL = 10_000
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
-PASS = PartitionPass(0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt, STEP.eps))
+PASS = WorkerTask(0, 0, Publish.exact(STEP.bias_correction2_sqrt, STEP.eps), STEP)
 
 
 def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
     """A plan for one partition of `numel` elements; `changes` are other fields of it."""
     layout = plan_layout(arena_kinds().of(0, numel))
-    return replace(WorkerPlan(layout, 32, None, 1, library_path()), **changes)
+    return replace(WorkerPlan(layout, ADAM_STATE, 32, None, 1, library_path()), **changes)
 
 
 @contextmanager

@@ -158,9 +158,9 @@ class _Poison:
 
     def _poison_results(self, process: OptimizerProcess, task: WorkerTask) -> None:
         arena, here = self._arenas[process], (process, task.partition, task.span)
-        before, self._published[here] = self._published.get(here), task.y_slot
+        before, self._published[here] = self._published.get(here), task.slot
         keys = [("block means", ArrayKey("block_means", task.partition))]
-        if before in task.slots:
+        if task.step is not None and before == task.slot:
             self.counts["published"] += 1  # the gradient is as good as NaN
         elif before is not None:
             keys.append(("published", ArrayKey("y", task.partition, before)))

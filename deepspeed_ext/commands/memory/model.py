@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Model", "Shape", "known", "read_shape", "typical", "typical_largest"]
 

@@ -16,7 +16,7 @@ from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFact
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage"]
 

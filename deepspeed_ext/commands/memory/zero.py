@@ -16,7 +16,7 @@ from deepspeed_ext.zenflow.plan.held import passing
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Zero"]
 

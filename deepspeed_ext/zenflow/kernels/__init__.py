@@ -1,32 +1,18 @@
-"""The elementwise arithmetic of a step: one Triton kernel for each of its parts, and their
-definition in torch.
+"""The elementwise arithmetic of a step on the accelerator: one Triton kernel for each of its parts.
 
-`definition` defines what they compute, `lion` and `rounded` likewise for Lion and for moments of
-fewer bits. `device` holds the Triton kernels and is imported only if
-Triton is installed. `host` is one pass of the native library on the CPU. `launch` chooses;
-`prepare` compiles at engine start. The worker's pass over host memory is in
-`zenflow.worker.kernel`.
+`zenflow.worker.kernel.definition` defines what they compute, in torch operations. `device` holds
+the Triton kernels and is imported only if Triton is installed. `host` is one pass of the native
+library on the CPU. `launch` chooses; `prepare` compiles at engine start. The worker's pass over
+host memory is in `zenflow.worker.kernel`.
 """
 
-from deepspeed_ext.zenflow.kernels.definition import CLAMP, AdamConstants
 from deepspeed_ext.zenflow.kernels.launch import (
+    adam_step,
     missing,
     norms,
     predict,
+    predict_signs,
     serves,
-    share_step,
 )
-from deepspeed_ext.zenflow.kernels.rounded import rounded_step
-from deepspeed_ext.zenflow.worker.kernel.roots import root
 
-__all__ = [
-    "CLAMP",
-    "AdamConstants",
-    "missing",
-    "norms",
-    "predict",
-    "root",
-    "rounded_step",
-    "serves",
-    "share_step",
-]
+__all__ = ["adam_step", "missing", "norms", "predict", "predict_signs", "serves"]

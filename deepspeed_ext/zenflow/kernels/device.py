@@ -18,7 +18,7 @@ two variants for each set of dtypes. Offsets have 64 bits.
 import triton
 import triton.language as tl
 
-from deepspeed_ext.zenflow.kernels.definition import CLAMP
+from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
 from deepspeed_ext.zenflow.worker.kernel.rounding import (
     CODES,
     HASH_FACTORS,
@@ -28,11 +28,9 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import (
 )
 
 __all__ = [
+    "adam_step",
     "norms",
     "predict",
-    "predict_lion",
-    "rounded_step",
-    "share_step",
     "sums_of_squares",
 ]
 
@@ -51,13 +49,6 @@ def _at(array, offsets, ALIGNED: tl.constexpr):
     if ALIGNED:
         addresses = tl.multiple_of(addresses, (1, 16))
     return addresses
-
-
-@triton.jit
-def _normalized(grad, offsets, inside, factor, ALIGNED: tl.constexpr):
-    """q. NaN stays NaN, because comparisons with it are false."""
-    q = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * factor
-    return tl.where(q > _CLAMP, _CLAMP, tl.where(q < -_CLAMP, -_CLAMP, q))
 
 
 @triton.jit
@@ -86,123 +77,74 @@ def _predict(
     weights,
     published,
     grad,
-    offsets,
+    known,
+    rows,
+    in_rows,
+    columns,
     inside,
-    factor,
+    scale,
     coefficient,
+    lr,
+    BLOCK: tl.constexpr,
+    SIGNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    q = _normalized(grad, offsets, inside, factor, ALIGNED)
+    offsets = rows[:, None] * BLOCK + columns
+    g = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
-    predicted = q * -coefficient + arrived
-    tl.store(_at(weights, offsets, ALIGNED), _dithered(predicted, weights), mask=inside)
+    to = _at(weights, offsets, ALIGNED)
+    if SIGNS:
+        of_rows = known + rows[:, None] * (1 + (BLOCK + 31) // 32)
+        of_block = tl.load(of_rows, mask=in_rows[:, None], other=0).to(tl.float32, bitcast=True)
+        lean = of_block * coefficient
+        words = tl.load(of_rows + 1 + columns // 32, mask=inside, other=0)
+        x = g * scale
+        x += tl.where((words >> (columns % 32) & 1) != 0, -lean, lean)
+        predicted = arrived + tl.where(x < 0.0, lr, -lr)
+        tl.store(to, predicted.to(weights.dtype.element_ty), mask=inside)
+    else:
+        q = g * (tl.load(known + rows, mask=in_rows, other=0.0) * scale)[:, None]
+        # NaN stays NaN, because comparisons with it are false
+        q = tl.where(q > _CLAMP, _CLAMP, tl.where(q < -_CLAMP, -_CLAMP, q))
+        tl.store(to, _dithered(q * -coefficient + arrived, weights), mask=inside)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("weights", "published", "grad", "inverse", "n", "grad_scale", "coefficient"),
+        *("weights", "published", "grad", "known", "n", "scale", "coefficient", "lr"),
     ]
 )
 def predict(
     weights,
     published,
     grad,
-    inverse,
+    known,
     n: tl.int64,
-    grad_scale: tl.float32,
+    scale: tl.float32,
     coefficient: tl.float32,
+    lr: tl.float32,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    SIGNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Weights from y and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of
-    two."""
+    two. `known` is 1 / d_b of each block, and `lr` is not read; with SIGNS as for
+    `definition.predict_signs`, with beta1 as `coefficient`."""
     whole = n // BLOCK
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = rows[:, None] < whole
     if COLUMNS != BLOCK:
         inside = inside & (columns < BLOCK)
-    factor = (tl.load(inverse + rows, mask=rows < whole, other=0.0) * grad_scale)[:, None]
-    _predict(
-        weights,
-        published,
-        grad,
-        rows[:, None] * BLOCK + columns,
-        inside,
-        factor,
-        coefficient,
-        ALIGNED,
-    )
+    arrays = (weights, published, grad, known)
+    numbers = (scale, coefficient, lr)
+    _predict(*arrays, rows, rows < whole, columns, inside, *numbers, BLOCK, SIGNS, ALIGNED)
     if (tl.program_id(0) == 0) & (n > whole * BLOCK):
-        last = whole * BLOCK + columns
-        last_factor = tl.load(inverse + whole) * grad_scale
-        _predict(weights, published, grad, last, last < n, last_factor, coefficient, False)
-
-
-@triton.jit
-def _predict_lion(
-    weights, published, grad, offsets, inside, bits, lean, grad_weight, lr, ALIGNED: tl.constexpr
-):
-    x = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_weight
-    x += tl.where(bits != 0, -lean, lean)
-    arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
-    predicted = arrived + tl.where(x < 0.0, lr, -lr)
-    tl.store(_at(weights, offsets, ALIGNED), predicted.to(weights.dtype.element_ty), mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=["weights", "published", "grad", "known", "n", "grad_weight", "beta1", "lr"]
-)
-def predict_lion(
-    weights,
-    published,
-    grad,
-    known,
-    n: tl.int64,
-    grad_weight: tl.float32,
-    beta1: tl.float32,
-    lr: tl.float32,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Weights from y, signs and means of m, and the newest gradient; see `kernels.lion`."""
-    width = 1 + (BLOCK + 31) // 32
-    whole = n // BLOCK
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    in_rows = rows[:, None] < whole
-    inside = in_rows
-    if COLUMNS != BLOCK:
-        inside = inside & (columns < BLOCK)
-    of_rows = known + rows[:, None] * width
-    lean = tl.load(of_rows, mask=in_rows, other=0).to(tl.float32, bitcast=True) * beta1
-    bits = tl.load(of_rows + 1 + columns // 32, mask=inside, other=0) >> (columns % 32) & 1
-    _predict_lion(
-        weights,
-        published,
-        grad,
-        rows[:, None] * BLOCK + columns,
-        inside,
-        bits,
-        lean,
-        grad_weight,
-        lr,
-        ALIGNED,
-    )
-    if (tl.program_id(0) == 0) & (n > whole * BLOCK):
-        last = whole * BLOCK + columns
-        of_last = known + whole * width
-        last_lean = tl.load(of_last).to(tl.float32, bitcast=True) * beta1
-        last_bits = (
-            tl.load(of_last + 1 + columns // 32, mask=last < n, other=0) >> (columns % 32) & 1
-        )
-        _predict_lion(
-            weights, published, grad, last, last < n, last_bits, last_lean, grad_weight, lr, False
-        )
+        last = whole + tl.arange(0, 1).to(tl.int64)
+        in_last = last[:, None] * BLOCK + columns < n
+        _predict(*arrays, last, last == whole, columns, in_last, *numbers, BLOCK, SIGNS, False)
 
 
 @triton.jit
@@ -221,65 +163,6 @@ def _updated(p, m, v, numbers):
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.broadcast_to(second, v.shape)) + eps
     update = tl.div_rn(m, tl.broadcast_to(first, m.shape)) * -lr
     return p * decay + tl.div_rn(update, denominator)
-
-
-@triton.jit
-def _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED: tl.constexpr):
-    """Steps p, m and v in place; the new p."""
-    old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
-    gradient = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0)
-    old_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0.0)
-    old_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0.0)
-    new_m, new_v = _advanced(old_p, old_m, old_v, gradient, of_moments)
-    new_p = _updated(old_p, new_m, new_v, of_update)
-    tl.store(_at(m, offsets, ALIGNED), new_m, mask=inside)
-    tl.store(_at(v, offsets, ALIGNED), new_v, mask=inside)
-    tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
-    return new_p
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("p", "m", "v", "grad", "weights", "n", "grad_scale", "first", "second", "lr"),
-        *("beta1", "weight1", "beta2", "weight2", "eps", "l2", "decay"),
-    ]
-)
-def share_step(
-    p,
-    m,
-    v,
-    grad,
-    weights,
-    n: tl.int64,
-    first: tl.float32,
-    second: tl.float32,
-    grad_scale: tl.float32,
-    lr: tl.float32,
-    beta1: tl.float32,
-    weight1: tl.float32,
-    beta2: tl.float32,
-    weight2: tl.float32,
-    eps: tl.float32,
-    l2: tl.float32,
-    decay: tl.float32,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], with the weights, 1-D [n],
-    rounded from p. `first` and `second` are the bias corrections."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    inside = (rows < n // BLOCK)[:, None]
-    if COLUMNS != BLOCK:
-        inside = inside & (columns < BLOCK)
-    offsets = rows[:, None] * BLOCK + columns
-    one = tl.full((1, 1), 1.0, tl.float32)
-    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
-    of_update = (one * first, one * second, lr, eps, decay)
-    new_p = _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED)
-    tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -330,7 +213,7 @@ def _up_to_bfloat16(x, up):
         "decay",
     ]
 )
-def rounded_step(
+def adam_step(
     p,
     m,
     v,
@@ -356,8 +239,10 @@ def rounded_step(
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """`share_step` with moments of bfloat16, or of codes with scales 1-D [n / BLOCK]; `key` is the
-    hash of the update's number. Scales of bfloat16 are not read."""
+    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], with the weights, 1-D [n],
+    rounded from p. Moments are fp32, bfloat16, or codes with scales 1-D [n / BLOCK]; otherwise
+    scales are not read. `first` and `second` are the bias corrections, and `key` is the hash of the
+    update's number."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
     in_rows = rows < n // BLOCK
@@ -378,7 +263,8 @@ def rounded_step(
     new_m, new_v = _advanced(
         old_p, old_m.to(tl.float32), old_v.to(tl.float32), gradient, of_moments
     )
-    random = _hashed((offsets + key).to(tl.uint32))
+    if m.dtype.element_ty != tl.float32:
+        random = _hashed((offsets + key).to(tl.uint32))
     if m.dtype.element_ty == tl.int8:
         new_m, new_v = tl.where(inside, new_m, 0.0), tl.where(inside, new_v, 0.0)
         m_codes, m_stored = _coded(
@@ -393,10 +279,11 @@ def rounded_step(
         tl.store(_at(v, offsets, ALIGNED), v_codes.to(tl.uint8), mask=inside)
         new_m, new_v = _decoded(m_codes, m_stored), _decoded(v_codes, v_stored)
     else:
-        new_m = _up_to_bfloat16(new_m, random & 0xFFFF)
-        new_v = _up_to_bfloat16(new_v, random >> 16)
-        tl.store(_at(m, offsets, ALIGNED), new_m.to(tl.bfloat16), mask=inside)
-        tl.store(_at(v, offsets, ALIGNED), new_v.to(tl.bfloat16), mask=inside)
+        if m.dtype.element_ty == tl.bfloat16:
+            new_m = _up_to_bfloat16(new_m, random & 0xFFFF)
+            new_v = _up_to_bfloat16(new_v, random >> 16)
+        tl.store(_at(m, offsets, ALIGNED), new_m.to(m.dtype.element_ty), mask=inside)
+        tl.store(_at(v, offsets, ALIGNED), new_v.to(v.dtype.element_ty), mask=inside)
     new_p = _updated(old_p, new_m, new_v, of_update)
     tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
     tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)

@@ -8,9 +8,10 @@ import functools
 
 import torch
 
-from deepspeed_ext.zenflow.kernels.definition import CLAMP
+from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
-from deepspeed_ext.zenflow.worker.kernel.native import DTYPE_CODES, open_library
+from deepspeed_ext.zenflow.worker.kernel.native import open_library
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES
 
 __all__ = ["predict", "serves"]
 

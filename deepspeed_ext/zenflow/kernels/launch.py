@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import astuple
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow.kernels import definition, host
-from deepspeed_ext.zenflow.kernels.definition import AdamConstants
+from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
+from deepspeed_ext.zenflow.worker.kernel import definition
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamPasses, AdamStep
+from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
 
 __all__ = [
     "NORM_PART",
@@ -25,13 +28,13 @@ __all__ = [
     "OPTIONS",
     "Variant",
     "give_up",
+    "adam_step",
     "is_aligned",
     "missing",
     "norms",
     "predict",
-    "run_on_blocks",
+    "predict_signs",
     "serves",
-    "share_step",
     "shape_constants",
     "variants",
 ]
@@ -44,10 +47,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 _ALIGNMENT = 16
-_TILE_NUMEL = {
-    **dict.fromkeys(("predict", "predict_lion"), 2048),
-    **dict.fromkeys(("share_step", "rounded_step"), 1024),
-}
+_TILE_NUMEL = {"predict": 2048, "adam_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads the elements of an unaligned tile one by one: more of them only cost registers and
 compile time."""
@@ -141,19 +141,22 @@ def _run(
         torch.autograd.graph.increment_version(array)
 
 
-def run_on_blocks(
+def _run_on_blocks(
     kernel: str,
     arrays: Sequence[torch.Tensor],
     per_block: Sequence[torch.Tensor],
     numbers: Sequence[float],
     block_size: int,
     written: Sequence[torch.Tensor],
+    signs: int | None = None,
 ) -> None:
-    """Launch an elementwise kernel on `arrays`, 1-D [n]."""
+    """Launch an elementwise kernel on `arrays`, 1-D [n]; `signs` is a constant that only `predict`
+    has."""
     n = arrays[0].numel()
     if n == 0:
         return
     constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays))
+    constants |= {} if signs is None else {"SIGNS": signs}
     programs = max(1, -(-(n // block_size) // constants["ROWS"]))
     _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
 
@@ -170,38 +173,52 @@ def predict(
     """See `definition.predict`."""
     arrays, numbers = (weights, published, grad), (grad_scale, coefficient)
     if serves(block_size, *arrays, inverse):
-        run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
+        _run_on_blocks("predict", arrays, [inverse], (*numbers, 0.0), block_size, [weights], 0)
         return
     is_host = host.serves(inverse, grad, weights, published)
     run = host.predict if is_host else definition.predict
     run(*arrays, inverse, *numbers, block_size)
 
 
-def share_step(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
+def predict_signs(
     weights: torch.Tensor,
-    updates: int,
-    constants: AdamConstants,
+    published: torch.Tensor,
+    grad: torch.Tensor,
+    known: torch.Tensor,
+    grad_weight: float,
+    beta1: float,
+    lr: float,
+    block_size: int,
 ) -> None:
-    """Take one Adam step of p, m, v in place, all of whose blocks have seen `updates` updates, this
-    one included, and round p to `weights`. One launch.
+    """See `definition.predict_signs`."""
+    arrays, numbers = (weights, published, grad), (grad_weight, beta1, lr)
+    if serves(block_size, *arrays) and known.is_contiguous():
+        _run_on_blocks("predict", arrays, [known], numbers, block_size, [weights], 1)
+    else:
+        definition.predict_signs(*arrays, known, *numbers, block_size)
+
+
+def adam_step(
+    state: Sequence[torch.Tensor], grad: torch.Tensor, weights: torch.Tensor, step: AdamStep
+) -> None:
+    """Take one Adam step of whole blocks in place, and round p to `weights`. One launch.
 
     Args:
-        p, m, v: fp32 [k, block_size], one row per block.
+        state: p, fp32 [k, block_size], one row per block; m and v of that shape, fp32, bfloat16, or
+            codes (int8 and uint8); then the scales of codes, uint8 [k] each.
         grad, weights: [k, block_size], any float dtype, on their device.
-        constants: the step's numbers.
+        step: the step's constants.
     """
-    block_size = p.shape[1]
-    if not serves(block_size, grad, p, m, v, weights):
-        definition.share_step(p, m, v, grad, weights, updates, constants)
+    p, m, v, *scales = state
+    block_size, flat = p.shape[1], [array.view(-1) for array in (p, m, v, grad, weights)]
+    if not serves(block_size, grad, weights, *state):
+        AdamPasses.take_step([*flat[:3], *scales], flat[3], step, block_size)
+        weights.copy_(p)
         return
-    arrays = [array.view(-1) for array in (p, m, v, grad, weights)]
-    numbers = [*definition.bias_correction(updates, constants), *constants.of_kernel()]
-    written = [*arrays[:3], arrays[-1]]
-    run_on_blocks("share_step", arrays, [], numbers, block_size, written)
+    numbers = [rounding_key(step.step), *astuple(AdamConstants.of(step))]
+    of_blocks = scales or flat[1:3]  # which are not read as scales
+    written = [*flat[:3], flat[-1], *scales]
+    _run_on_blocks("adam_step", flat, of_blocks, numbers, block_size, written)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

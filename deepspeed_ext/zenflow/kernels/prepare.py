@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.kernels.definition import AdamConstants
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = [
-    "CONSTANTS",
-    "PREPARED_NUMEL",
-    "estimates",
-    "first_elements",
-    "norms",
-    "prepare",
-    "share_steps",
-]
+__all__ = ["PREPARED_NUMEL", "adam_steps", "estimates", "norms", "prepare"]
 
 PREPARED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""
-CONSTANTS = AdamConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
-"""Of a step on them."""
 
 
 def prepare(
@@ -67,53 +59,59 @@ def prepare(
 
 
 def estimates(
-    device: torch.device,
+    call: Callable[..., None],
+    numbers: Sequence[float],
+    known: torch.Tensor,
     block_size: int,
-    weights: torch.dtype,
-    published: torch.dtype,
-    grad: torch.dtype,
+    dtypes: Sequence[torch.dtype],
     alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `predict`.
+    """Calls of `predict` or `predict_signs`.
 
     Args:
-        device: where the weights are.
+        call: one of them.
+        numbers: its numbers.
+        known: its per-block array, of `PREPARED_NUMEL` elements.
         block_size: elements per block.
-        weights, published, grad: dtypes of the weights, of y and of the gradients handed over.
+        dtypes: of the weights, of y and of the gradients handed over.
         alignments: whether to call with aligned arrays (`launch.is_aligned`); may hold both values.
     """
-    inverse = torch.ones(-(-PREPARED_NUMEL // block_size), dtype=torch.float32, device=device)
-    for first in first_elements(alignments):
-        w, y, g = (
-            torch.zeros(PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]
-            for dtype in (weights, published, grad)
-        )
-        yield lambda w=w, y=y, g=g: launch.predict(w, y, g, inverse, 1.0, 0.0, block_size)  # type: ignore[misc]
+    for first in _first_elements(alignments):
+        arrays = [
+            torch.zeros(PREPARED_NUMEL + first, dtype=dtype, device=known.device)[first:]
+            for dtype in dtypes
+        ]
+        yield partial(call, *arrays, known, *numbers, block_size)
 
 
-def share_steps(
+def adam_steps(
     device: torch.device,
     block_size: int,
-    grad: torch.dtype,
-    weights: torch.dtype,
+    layout: StateLayout,
+    dtypes: Sequence[torch.dtype],
     alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `share_step`; the arguments are those of `estimates`.
+    """Calls of `adam_step`; arguments as for `estimates`.
 
     Args:
-        weights, grad: their dtypes; both are aligned or not, unlike the state, which always is.
+        dtypes: of the gradients and the weights, both aligned or not, unlike the state, which
+            always is.
     """
-    blocks = max(1, PREPARED_NUMEL // block_size)
-    p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
-    for first in first_elements(alignments):
-        g, w = (
-            torch.zeros(p.numel() + first, dtype=dtype, device=device)[first:].view_as(p)
-            for dtype in (grad, weights)
-        )
-        yield lambda g=g, w=w: launch.share_step(p, m, v, g, w, 1, CONSTANTS)  # type: ignore[misc]
+    rows = max(1, PREPARED_NUMEL // block_size)
+
+    def zeros(dtype: torch.dtype, first: int = 0) -> torch.Tensor:
+        numel = rows * block_size + first
+        return torch.zeros(numel, dtype=dtype, device=device)[first:].view(rows, -1)
+
+    state = [zeros(getattr(torch, dtype)) for _, dtype in layout.arrays]
+    state += [zeros(torch.uint8)[:, 0].contiguous() for _ in layout.scales]
+    step = AdamStep(1e-3, 0.9, 0.99, 1e-8, 0.0, True, 1, 1.0)
+    for first in _first_elements(alignments):
+        gradient, weights = (zeros(dtype, first) for dtype in dtypes)
+        yield partial(launch.adam_step, state, gradient, weights, step)
 
 
-def first_elements(alignments: Iterable[bool]) -> list[int]:
+def _first_elements(alignments: Iterable[bool]) -> list[int]:
     """Start offsets, in elements, of slices that are aligned or not."""
     return sorted({0 if aligned else 1 for aligned in alignments})
 
@@ -122,4 +120,4 @@ def norms(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Calla
     """Calls of `norms` of gradients of each of `dtypes`."""
     for dtype in dtypes:
         gradient = torch.zeros(PREPARED_NUMEL, dtype=dtype, device=device)
-        yield lambda gradient=gradient: launch.norms([gradient])  # type: ignore[misc]
+        yield partial(launch.norms, [gradient])

@@ -12,13 +12,10 @@ import torch
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.kernels import prepare
-from deepspeed_ext.zenflow.kernels.rounded import rounded_steps
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
-from deepspeed_ext.zenflow.worker.messages import PartitionPass
 
 __all__ = ["AdamKind", "require_adam"]
 
@@ -36,7 +33,6 @@ class AdamKind(OptimizerKind):
     """
 
     layout = ADAM_STATE
-    task = PartitionPass
 
     def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
         super().__init__(optimizer, moment_dtype)
@@ -89,19 +85,6 @@ class AdamKind(OptimizerKind):
     def ahead(self, last: AdamStep) -> Publish:
         return publish_ahead(last)
 
-    def publish(
-        self,
-        publish: Publish,
-        state: Sequence[torch.Tensor],
-        block_size: int,
-        published: torch.Tensor,
-    ) -> torch.Tensor:
-        p, m, v = (array.float() for array in state)
-        means = torch.empty(-(-p.numel() // block_size), dtype=torch.float32, device="cpu")
-        block_means_into(v, block_size, means)
-        publish_into(publish, p, m, v, means, block_size, published)
-        return means
-
     def estimate(self, last: AdamStep, per_block: torch.Tensor, block_size: int) -> Estimator:
         return Estimator.after(last, per_block, block_size)
 
@@ -123,13 +106,12 @@ class AdamKind(OptimizerKind):
         self,
         device: torch.device,
         block_size: int,
-        weights: torch.dtype,
-        published: torch.dtype,
-        grad: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        dtypes = weights, published, grad
-        return prepare.estimates(device, block_size, *dtypes, alignments)
+        inverse = torch.ones(-(-prepare.PREPARED_NUMEL // block_size), device=device)
+        numbers = (1.0, 0.0)
+        return prepare.estimates(kernels.predict, numbers, inverse, block_size, dtypes, alignments)
 
     def step_rows(
         self,
@@ -138,25 +120,16 @@ class AdamKind(OptimizerKind):
         weights: torch.Tensor,
         step: AdamStep,
     ) -> None:
-        constants = kernels.AdamConstants.of(step)
-        if self.layout.moment_dtype != "float32":
-            kernels.rounded_step(state, grad, weights, step.step, constants)
-            return
-        p, m, v = state
-        kernels.share_step(p, m, v, grad, weights, step.step, constants)
+        kernels.adam_step(state, grad, weights, step)
 
     def step_kernels(
         self,
         device: torch.device,
         block_size: int,
-        grad: torch.dtype,
-        weights: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        dtypes, moment_dtype = (grad, weights), self.layout.moment_dtype
-        if moment_dtype != "float32":
-            return rounded_steps(device, block_size, moment_dtype, *dtypes, alignments)
-        return prepare.share_steps(device, block_size, *dtypes, alignments)
+        return prepare.adam_steps(device, block_size, self.layout, dtypes, alignments)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

@@ -26,8 +26,9 @@ Without bias correction, update t divides m by ``sqrt(v) + eps`` = s_t d with s_
 So N(t) becomes 1 / s_t, and the epsilon in d becomes eps / s_t; d stays about constant while v
 grows from zero. The worker knows only s_t d, so its factors of ``1/d`` are multiplied by s_t.
 
-dither() rounds stochastically to the dtype of the weights (`kernels.definition`): one gradient's
-effect is mostly less than half a step of bfloat16, and rounding to nearest would lose it.
+dither() rounds stochastically to the dtype of the weights (`worker.kernel.definition`): one
+gradient's effect is mostly less than half a step of bfloat16, and rounding to nearest would lose
+it.
 
 The L2 term: under Adam with L2 regularization, wd p is added to the gradient in flight, and is
 known beforehand. It is estimated like a gradient, with d_b and a clamp, because gradient and L2
@@ -45,8 +46,9 @@ import math
 import torch
 
 from deepspeed_ext.zenflow import kernels
-from deepspeed_ext.zenflow.kernels import CLAMP
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
+from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 __all__ = ["Estimator", "effect_of", "publish_ahead"]
 
@@ -109,7 +111,7 @@ class Estimator:
         self._block_size = block_size
         # Multiply by the inverse: torch turns a division by a number into that on some devices, but
         # not on the CPU.
-        d = kernels.root(block_means).mul_(1.0 / bias_correction2_sqrt).add_(eps)
+        d = root(block_means).mul_(1.0 / bias_correction2_sqrt).add_(eps)
         self.inverse = d.reciprocal_()
 
     @classmethod

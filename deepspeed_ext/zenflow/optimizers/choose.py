@@ -11,9 +11,12 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.plan.rules import limits_of
 
-__all__ = ["kind_of"]
+__all__ = ["LAYOUTS", "kind_of"]
 
 _KINDS: tuple[type[OptimizerKind], ...] = (AdamKind, LionKind)
+
+LAYOUTS = {kind.layout.name: kind.layout for kind in _KINDS}
+"""The state of each optimizer, by its name in checkpoints."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> OptimizerKind:

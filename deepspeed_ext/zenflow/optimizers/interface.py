@@ -12,13 +12,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["Estimate", "OptimizerKind"]
 
@@ -43,8 +42,6 @@ class OptimizerKind(ABC):
 
     Attributes:
         layout: the optimizer's state.
-        task: builds the worker's task: one step per gradient, then publish as `exact` or `ahead`
-            says.
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight.
@@ -55,7 +52,6 @@ class OptimizerKind(ABC):
     """
 
     layout: StateLayout
-    task: ClassVar[type[PartitionPass | LionPartitionPass]]
 
     def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
         self.optimizer = optimizer
@@ -132,7 +128,6 @@ class OptimizerKind(ABC):
     def ahead(self, last: Any) -> Any:
         """How to publish y, from which the next step predicts; `last` is the newest update."""
 
-    @abstractmethod
     def publish(
         self, publish: Any, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
     ) -> torch.Tensor:
@@ -140,12 +135,17 @@ class OptimizerKind(ABC):
 
         Args:
             publish: from `exact` or `ahead`.
-            state: p and the moments, in their own dtypes; 1-D [n], host.
+            state: p and the moments, in fp32 or bfloat16; 1-D [n], host.
             published: receives y; 1-D [n], host.
 
         Returns:
             The per-block array of the part, 1-D.
         """
+        entries = -(-published.numel() // block_size) * self.layout.per_block_width(block_size)
+        dtype = getattr(torch, self.layout.per_block[1])
+        found = torch.empty(entries, dtype=dtype, device="cpu")
+        self.layout.passes.publish(publish, state, block_size, published, found)
+        return found
 
     # -- the estimate ------------------------------------------------------------------------------
 
@@ -185,9 +185,7 @@ class OptimizerKind(ABC):
         self,
         device: torch.device,
         block_size: int,
-        weights: torch.dtype,
-        published: torch.dtype,
-        grad: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
         """Calls that compile the device kernels of `predict`; see
@@ -213,10 +211,9 @@ class OptimizerKind(ABC):
         self,
         device: torch.device,
         block_size: int,
-        grad: torch.dtype,
-        weights: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
         """Calls that compile the device kernels of `step_rows`; see
-        `kernels.prepare.share_steps`."""
+        `kernels.prepare.adam_steps`."""
         return ()

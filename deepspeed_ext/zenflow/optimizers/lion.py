@@ -19,13 +19,10 @@ from typing import Any
 
 import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.kernels import lion as kernels
+from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.kernels import prepare
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.worker.kernel import LionPublish, LionStep
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
-from deepspeed_ext.zenflow.worker.kernel.reference import known_into
-from deepspeed_ext.zenflow.worker.messages import LionPartitionPass
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
 __all__ = ["LionKind", "SignsAndMeans"]
 
@@ -55,7 +52,6 @@ class LionKind(OptimizerKind):
     """The user's DeepSpeedCPULion or FusedLion."""
 
     layout = LION_STATE
-    task = LionPartitionPass
 
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
@@ -82,20 +78,6 @@ class LionKind(OptimizerKind):
     def ahead(self, last: LionStep) -> LionPublish:
         return LionPublish(last.decay)
 
-    def publish(
-        self,
-        publish: LionPublish,
-        state: Sequence[torch.Tensor],
-        block_size: int,
-        published: torch.Tensor,
-    ) -> torch.Tensor:
-        p, m = state
-        blocks, width = -(-p.numel() // block_size), LION_STATE.per_block_width(block_size)
-        known = torch.empty(blocks, width, dtype=torch.int32, device="cpu")
-        known_into(m, block_size, known)
-        published.copy_(p * publish.p_factor)
-        return known.view(-1)
-
     def estimate(self, last: LionStep, per_block: torch.Tensor, block_size: int) -> SignsAndMeans:
         return SignsAndMeans(per_block, block_size)
 
@@ -111,17 +93,20 @@ class LionKind(OptimizerKind):
         grad: torch.Tensor,
         step: LionStep,
     ) -> None:
-        weight = step.grad_scale * (1.0 - step.beta1)
-        numbers = (weight, step.beta1, step.lr)
-        kernels.predict_lion(weights, published, grad, estimate.kept, *numbers, estimate.block_size)
+        numbers = (step.grad_scale * (1.0 - step.beta1), step.beta1, step.lr)
+        known, block_size = estimate.kept, estimate.block_size
+        kernels.predict_signs(weights, published, grad, known, *numbers, block_size)
 
     def estimate_kernels(
         self,
         device: torch.device,
         block_size: int,
-        weights: torch.dtype,
-        published: torch.dtype,
-        grad: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        return kernels.estimates(device, block_size, weights, published, grad, alignments)
+        numel = -(-prepare.PREPARED_NUMEL // block_size) * LION_STATE.per_block_width(block_size)
+        known = torch.zeros(numel, dtype=torch.int32, device=device)
+        numbers = (0.0, 0.9, 0.0)
+        return prepare.estimates(
+            kernels.predict_signs, numbers, known, block_size, dtypes, alignments
+        )

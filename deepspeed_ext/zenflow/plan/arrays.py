@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
 
 __all__ = [
     "OF_CHUNKS",

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
+
 __all__ = [
-    "ACCELERATOR_CHUNK_NUMEL",
     "CHUNK_NUMEL",
     "CODED_CHUNK_NUMEL",
     "CONVERTED_NUMEL",
-    "HOST_CHUNK_NUMEL",
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
-    "ROUNDED_CHUNK_NUMEL",
     "SLOTS_OF_CHUNKS",
     "UPLOAD_NUMEL",
     "Chunks",
     "chunk_numel",
-    "chunk_of",
 ]
 
 LARGEST_KERNEL_BLOCK = 256
@@ -30,15 +28,6 @@ CONVERTED_NUMEL = 1 << 24
 UPLOAD_NUMEL = 1 << 23
 """Elements that the host computes at once if their weights are on an accelerator, before rounding
 to blocks."""
-
-ACCELERATOR_CHUNK_NUMEL = 1 << 23
-"""Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
-
-ROUNDED_CHUNK_NUMEL = 1 << 22
-"""Elements whose moments are rounded at once on an accelerator: a random number takes 8 bytes."""
-
-HOST_CHUNK_NUMEL = 1 << 16
-"""The same on the host."""
 
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole
@@ -80,8 +69,3 @@ def chunk_numel(numel: int, block_size: int) -> int:
     """Elements per chunk, if all partitions together have `numel` elements."""
     fewest = -(-numel // MOST_CHUNKS)
     return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)
-
-
-def chunk_of(chunk_numel: int, block_size: int) -> int:
-    """`chunk_numel` rounded down to whole blocks, but at least one block."""
-    return max(1, chunk_numel // block_size) * block_size

@@ -39,7 +39,7 @@ from deepspeed_ext.zenflow.plan.share import (
     UNITS,
     share_reason,
 )
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["decide"]
 

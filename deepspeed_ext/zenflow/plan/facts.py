@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["Caller", "Cpus", "RankFacts", "Ratio", "Run", "ZenFlowFacts"]
 

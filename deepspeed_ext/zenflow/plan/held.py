@@ -12,12 +12,12 @@ from functools import cached_property
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL, UPLOAD_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL, UPLOAD_NUMEL
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleBytes, head_step_bytes
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 
 __all__ = ["Held", "passing"]
 

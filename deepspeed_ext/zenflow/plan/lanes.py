@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from deepspeed_ext.zenflow.plan.chunks import chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Lanes", "Speeds", "Traffic", "lanes_of", "traffic_of"]
 

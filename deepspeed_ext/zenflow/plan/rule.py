@@ -8,15 +8,16 @@ from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
-from deepspeed_ext.zenflow.plan.chunks import (
+from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
+    DTYPE_BYTES,
     HOST_CHUNK_NUMEL,
     ROUNDED_CHUNK_NUMEL,
+    StateLayout,
     chunk_of,
 )
-from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = [
     "FLOAT_BYTES",

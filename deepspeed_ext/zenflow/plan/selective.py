@@ -12,7 +12,7 @@ from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Places
 from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["SelectiveSettings"]
 

@@ -11,8 +11,8 @@ import torch
 from pydantic import ConfigDict
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOATS", "AdamState", "PartitionValues", "Shape"]
 
@@ -100,7 +100,6 @@ class PartitionValues:
         self, state: AdamState, block_size: int, begin: int, moment_dtype: str
     ) -> None:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
-        p, m, v = state
-        gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
-        first = self.on_accelerator + begin
-        take_steps(p, m, v, gradients, self.collected, first, moment_dtype, block_size)
+        first, end = self.on_accelerator + begin, begin + state[0].numel()
+        for gradient, step in zip(self.gradients, self.collected, strict=True):
+            AdamPasses.take_step(state, gradient[begin:end], step, block_size, first, moment_dtype)

@@ -24,7 +24,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
+from deepspeed_ext.zenflow.worker.kernel.passes import StepConstants
 
 __all__ = ["Heads"]
 

@@ -84,7 +84,7 @@ class WorkerThreads:
         how = placement, self.count, library_path(), chunk
         return OptimizerProcess(
             arena,
-            WorkerPlan(arena.layout, plan.rule.block_size, *how),
+            WorkerPlan(arena.layout, plan.rule.layout, plan.rule.block_size, *how),
             rank=dist.get_rank(),
             timeout_seconds=self.timeout_seconds,
         )

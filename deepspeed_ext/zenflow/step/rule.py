@@ -148,11 +148,6 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     # -- for the rules -----------------------------------------------------------------------------
 
-    def _slots(self, count: int) -> tuple[int, ...]:
-        """The slots of the last `count` gradients, oldest first; the last is this step's. Valid
-        only inside a step."""
-        return (*self.schedule.latest(count - 1), self.schedule.coming)
-
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's y to its weights."""
         self._metrics.bytes_up += partition.take_published(self._link.transfers)

@@ -27,13 +27,14 @@ from typing import Any
 import torch
 
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
+from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import CodedPart, FilePart, Span
 
 __all__ = ["StateStore"]

@@ -12,11 +12,11 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
+from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
@@ -160,7 +160,7 @@ class Transfers:
 
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
-            self._slots[task.partition] = task.y_slot
+            self._slots[task.partition] = task.slot
             self._read.pop(task.partition, None)
 
     def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:

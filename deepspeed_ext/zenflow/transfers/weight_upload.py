@@ -15,8 +15,9 @@ import torch
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
-from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL
 from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["WeightUpload"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArenaLayout, ArrayKey, round_up
 from deepspeed_ext.zenflow.worker.channel import above_standard
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import Array
+from deepspeed_ext.zenflow.worker.kernel.passes import Array
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,10 @@ class Arena:
             for spec, _ in self.layout.arrays
             if (spec.kind, spec.partition) == (kind, partition)
         ]
+
+    def has(self, kind: str, partition: int = 0) -> bool:
+        """Whether a partition has an array of this kind."""
+        return ArrayKey(kind, partition) in self._arrays
 
     def array(self, kind: str, partition: int = 0, slot: int = 0) -> Array:
         """The address of an array; valid while the arena exists."""

@@ -24,21 +24,11 @@ from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
-from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
-from deepspeed_ext.zenflow.worker.kernel import (
-    AdamPass,
-    Array,
-    Kernel,
-    LionPass,
-    NativeKernel,
-    load_kernel,
-)
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
-from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, NativeKernel, Pass, load_kernel
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     ArenaTouch,
@@ -46,9 +36,8 @@ from deepspeed_ext.zenflow.worker.messages import (
     CodedPart,
     Done,
     Failed,
-    LionPartitionPass,
-    PartitionPass,
     Ready,
+    Span,
     Submission,
     ThreadLimit,
     WorkerPlan,
@@ -187,10 +176,7 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
             if isinstance(kernel, NativeKernel):
                 kernel.limit(work.threads)
             continue
-        if isinstance(work, PartitionPass):
-            kernel.run(_adam_pass(work, arena, block_size))
-        else:
-            kernel.run_lion(_lion_pass(work, arena, block_size))
+        kernel.run(_pass(work, arena, plan))
         seconds += time.perf_counter() - begin
     return Done(submission.number, seconds, failed_write)
 
@@ -241,71 +227,36 @@ def _write_decoded(
     return crc
 
 
-def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
-    p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
-    means = _per_block(work, arena, "block_means", block_size)
-    first = arena.before("p", work.partition) + (0 if work.span is None else work.span.begin)
-    scales = None
-    if m.dtype == CODE_DTYPES[0]:
-        scales = (
-            _per_block(work, arena, "m_scales", block_size),
-            _per_block(work, arena, "v_scales", block_size),
-        )
-    return AdamPass(
-        p,
-        m,
-        v,
-        tuple(grads),
-        work.steps,
-        published,
-        means,
-        block_size,
+def _pass(work: WorkerTask, arena: Arena, plan: WorkerPlan) -> Pass:
+    """The task's arrays: those of its span."""
+    layout, partition, size = plan.state, work.partition, plan.block_size
+    p = arena.array("p", partition)
+    span = work.span or Span(0, p.numel)
+    kind, width = layout.per_block[0], layout.per_block_width(size)
+
+    def of_blocks(kind: str, width: int = 1) -> Array:
+        first, last = span.begin // size, -(-span.end // size)
+        return arena.array(kind, partition).part(first * width, last * width)
+
+    def passing(kind: str) -> Array:
+        """Of a gradient or y."""
+        slot = work.peek_slot if kind == "y" and work.peek_slot is not None else work.chunk_slot
+        if slot is not None:
+            return arena.array(kind, OF_CHUNKS, slot).part(0, span.numel)
+        return arena.array(kind, partition, work.slot).part(*span)
+
+    return Pass(
+        layout,
+        (
+            *(arena.array(each, partition).part(*span) for each in layout.kinds),
+            *map(of_blocks, layout.scales),
+        ),
+        passing("y"),
+        size,
         work.publish,
-        first,
-        scales,
+        None if work.step is None else passing("g"),
+        work.step,
+        of_blocks(kind, width) if arena.has(kind, partition) else None,
+        arena.before("p", partition) + span.begin,
         peeks=work.peek_slot is not None,
-    )
-
-
-def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPass:
-    p, m, published, *grads = _arrays(work, arena, LION_STATE)
-    width = LION_STATE.per_block_width(block_size)
-    known = _per_block(work, arena, "known", block_size, width)
-    peeks = work.peek_slot is not None
-    return LionPass(
-        p, m, tuple(grads), work.steps, published, known, block_size, work.publish, peeks
-    )
-
-
-def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
-    """p, the moments, y and the gradients of the task's span."""
-    arrays = [arena.array(kind, work.partition) for kind in state.kinds]
-    if work.chunk_slot is not None:
-        assert work.span is not None
-        assert len(work.slots) <= 1, "a chunk has one gradient"
-        both = [
-            arena.array(kind, OF_CHUNKS, work.chunk_slot)
-            for kind in ("y", *("g" for _ in work.slots))
-        ]
-        return [
-            *(array.part(*work.span) for array in arrays),
-            *(array.part(0, work.span.numel) for array in both),
-        ]
-    arrays += [arena.array("y", work.partition, work.y_slot)]
-    arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
-    if work.span is not None:
-        arrays = [array.part(*work.span) for array in arrays]
-    if work.peek_slot is not None:
-        peeked = arena.array("y", OF_CHUNKS, work.peek_slot)
-        arrays[len(state.kinds)] = peeked.part(0, arrays[0].numel)
-    return arrays
-
-
-def _per_block(work: WorkerTask, arena: Arena, kind: str, block_size: int, width: int = 1) -> Array:
-    """The task's span of a per-block array with `width` elements per block."""
-    whole, span = arena.array(kind, work.partition), work.span
-    return (
-        whole
-        if span is None
-        else whole.part(span.begin // block_size * width, -(-span.end // block_size) * width)
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArrayKey
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPublish, LionStep
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "ArenaRelay",
@@ -17,8 +16,6 @@ __all__ = [
     "Done",
     "Failed",
     "FilePart",
-    "LionPartitionPass",
-    "PartitionPass",
     "Ready",
     "Span",
     "Submission",
@@ -34,6 +31,8 @@ class WorkerPlan:
     """Everything a worker needs to start; sent once."""
 
     layout: ArenaLayout
+    state: StateLayout
+    """The optimizer's, with its passes."""
     block_size: int
     placement: str | None
     """Cores and memory node, as written by `deepspeed_ext.cores.threads.WorkerPlacement`;
@@ -60,50 +59,25 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One pass over one partition, with the gradients in ``slots`` of its ring; it then publishes
-    y."""
+class WorkerTask:
+    """One pass over one partition: a step with the gradient in a slot, then y in its place."""
 
     partition: int
-    slots: tuple[int, ...]
+    slot: int
+    """Slot of the gradient and of y. Without a step its gradient, handed over before, is lost."""
+    publish: Any
+    """What y is, as the optimizer's `kernel.passes.Passes` takes it."""
+    step: Any = None
+    """The constants of the step; None: only compute y again."""
     span: Span | None = field(default=None, kw_only=True)
     """The part to process; None: all of it. Parts may be processed in any order, with the same
     result."""
-    again: int | None = field(default=None, kw_only=True)
-    """If there are no gradients: the slot that y is written to. Its gradient, handed over before,
-    is lost."""
     chunk_slot: int | None = field(default=None, kw_only=True)
     """The chunk slot that holds the part's gradient and then its y; None: the partition's own
     slots."""
-
     peek_slot: int | None = field(default=None, kw_only=True)
     """Only compute y, into this slot for weights of chunks, and change nothing else; None: take the
-    steps."""
-
-    @property
-    def y_slot(self) -> int:
-        """The slot that y is written to: that of the newest gradient."""
-        assert bool(self.slots) is (self.again is None), "y has one place"
-        return self.slots[-1] if self.again is None else self.again
-
-
-@dataclass(frozen=True)
-class PartitionPass(_Pass):
-    """One step of Adam per gradient."""
-
-    steps: tuple[AdamStep, ...]
-    publish: Publish
-
-
-@dataclass(frozen=True)
-class LionPartitionPass(_Pass):
-    """One step of Lion per gradient."""
-
-    steps: tuple[LionStep, ...]
-    publish: LionPublish
-
-
-WorkerTask: TypeAlias = PartitionPass | LionPartitionPass
+    step."""
 
 
 class FilePart(NamedTuple):

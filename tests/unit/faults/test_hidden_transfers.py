@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers.beside_step import Chunk, LandingBuffer
 from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.worker.kernel import Publish
-from deepspeed_ext.zenflow.worker.messages import PartitionPass
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches, on_device
 from tests.support.optimizer_process import gone
@@ -80,7 +80,7 @@ def a_task_that_raises(chunk: int) -> Iterator[None]:
 
     def submit(self: OptimizerProcess, tasks: Any) -> int:
         left[0] -= 1
-        bad = PartitionPass(0, (SLOT_THAT_IS_NOT,), (), Publish.exact(1.0, 1e-8))
+        bad = WorkerTask(0, SLOT_THAT_IS_NOT, Publish.exact(1.0, 1e-8))
         return original(self, [bad] if left[0] == 0 else tasks)
 
     with patch.object(OptimizerProcess, "submit", submit):

@@ -188,7 +188,7 @@ HARMLESS = {
         "zenflow/kernels/launch.py:_found",
         *(
             f"zenflow/kernels/prepare.py:{name}"
-            for name in ("norms", "estimates", "share_steps", "first_elements")
+            for name in ("norms", "estimates", "adam_steps", "_first_elements")
         ),
     ),
     "called once after a step, so not in every save": (

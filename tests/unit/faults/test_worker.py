@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.worker.kernel import Publish
-from deepspeed_ext.zenflow.worker.messages import PartitionPass
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.optimizer_process import gone
@@ -57,11 +57,11 @@ def harm(process: OptimizerProcess, how: str) -> None:
     """Do to a worker that lives what `how` says."""
     if how == "stepping":  # it has work, and dies before it can answer
         os.kill(process.pid, signal.SIGSTOP)
-        process.submit([PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)])
+        process.submit([WorkerTask(0, 0, Publish.exact(1.0, 1e-8))])
     if how == "raising":
         # a fast worker has answered before this returns; then the next wait says it again
         with suppress(WorkerError):
-            process.submit([PartitionPass(0, (7,), (), Publish.exact(1.0, 1e-8))])
+            process.submit([WorkerTask(0, 7, Publish.exact(1.0, 1e-8))])
     elif how == "stopped":
         os.kill(process.pid, signal.SIGSTOP)
     else:

@@ -129,15 +129,15 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             self._metrics.bytes_up += published.nbytes
 
     def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
-        state, steps = self.states[partition.index], tuple(partition.collected)
+        state = self.states[partition.index]
+        (step,) = partition.collected
         partition.collected.clear()
-        state.last = last = steps[-1]
-        slots = self._slots(len(steps))
+        state.last = step
         if state.sample is not None:
-            state.sample.step = last
+            state.sample.step = step
         exact = plan.source is WeightSource.EXACT
-        publish = self._kind.exact(last) if exact else self._kind.ahead(last)
-        return self._kind.task(partition.index, slots, steps, publish)
+        publish = self._kind.exact(step) if exact else self._kind.ahead(step)
+        return WorkerTask(partition.index, self.schedule.coming, publish, step)
 
     def end_step(self, plan: PredictivePlan) -> None:
         if plan.source is WeightSource.EXACT and plan.publish_ahead:
@@ -151,7 +151,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
             publish = self._kind.ahead(state.last)
-            passes.append(self._kind.task(index, (), (), publish, again=self.schedule.handed_over))
+            passes.append(WorkerTask(index, self.schedule.handed_over, publish))
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.saved_values import PartitionValues, Shape
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["PredictivePartitionValues"]
 
@@ -25,7 +25,7 @@ class PredictivePartitionValues(PartitionValues):
         inverse: what the estimate remembers (`Estimate.kept`).
     """
 
-    last: AdamStep | LionStep | None = None
+    last: Any = None
     errors: PredictionErrors | None = None
     inverse: torch.Tensor | None = None
 

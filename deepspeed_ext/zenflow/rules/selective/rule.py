@@ -40,7 +40,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["HotBlocks", "SelectionState", "SelectiveRule"]
 
@@ -153,8 +153,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         assert state.last is not None, "a step has a gradient"
         state.cold_updates += 1
         step = replace(state.last, step=state.cold_updates)
-        slots = (self.schedule.coming,)
-        return PartitionPass(partition.index, slots, steps=(step,), publish=self._kind.exact(step))
+        publish = self._kind.exact(step)
+        return WorkerTask(partition.index, self.schedule.coming, publish, step)
 
     @torch.no_grad()
     def write_weights(self, plan: SelectivePlan) -> None:
@@ -228,7 +228,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         if self.schedule.state.is_in_flight:
             unused = [self._kind.step(partition.group, 1, 1.0) for partition in self._partitions]
             tasks = [
-                self._kind.task(i, (), (), self._kind.exact(step), again=self.schedule.handed_over)
+                WorkerTask(i, self.schedule.handed_over, self._kind.exact(step))
                 for i, step in enumerate(unused)
             ]
             self._link.depart(tasks, gradients=0, publishes=True)

@@ -9,8 +9,8 @@ import torch
 
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["SelectivePartitionValues", "recorrect", "rows_of"]
 
@@ -68,7 +68,7 @@ class SelectivePartitionValues(PartitionValues):
         if self.mean is not None:
             cold = replace(cold, step=self.cold_updates + 1)
             mean = self.mean[begin : begin + p.numel()]
-            take_steps(p, m, v, [mean], [cold], begin, moment_dtype, block_size)
+            AdamPasses.take_step(state, mean, cold, block_size, begin, moment_dtype)
         recorrect(m, v, cold, self.last)
         for array, rows in zip(state, kept, strict=True):
             rows_of(array, block_size)[ids] = rows

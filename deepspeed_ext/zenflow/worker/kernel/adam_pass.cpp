@@ -1,44 +1,49 @@
 // Runs the worker's pass over memory as one loop nest with a plain C ABI (formulas: adam_pass.py).
 
 #include "adam_vectors.h"
-#include "peek.h"
 
 #include <type_traits>
 
 namespace {
 
-// Takes the step at element i and returns its y.
+// Takes the step of element i and returns its y.
 template <Dtype M>
 INLINE float step_and_extrapolate(const AdamPass &a, const AdamStep &s, float gradient, int64_t i, float *__restrict p,
                                   MomentOf<M> *__restrict m, MomentOf<M> *__restrict v) {
     float pi = p[i], mi = Moment<M>::load(m[i]), vi = Moment<M>::load(v[i]);
-    const float inverse = advance<M>(s, gradient, a.first + static_cast<uint32_t>(i), pi, mi, vi);
+    advance_moments(s, gradient, pi, mi, vi);
+    Moment<M>::round(s, a.first + static_cast<uint32_t>(i), mi, vi);
+    const float inverse = update(s, pi, mi, vi);
     p[i] = pi;
     m[i] = Moment<M>::store(mi);
     v[i] = Moment<M>::store(vi);
     return extrapolate(a, pi, mi, inverse);
 }
 
-// Takes the last step and publishes in the same loop. If y overwrites the gradient, the loop uses
-// one pointer for both, because restrict promises the compiler that two pointers do not alias.
+// Takes the step, and publishes in the same loop unless y needs the block's mean of v. If y overwrites the gradient, the
+// loop uses one pointer for both, because restrict promises the compiler that two pointers do not alias.
 template <Dtype G, Dtype Y, Dtype M>
-INLINE void last_step(const AdamPass &a, int64_t first, int64_t last) {
+INLINE void step(const AdamPass &a, int64_t first, int64_t last) {
     using Gradient = typename Element<G>::type;
     using Published = typename Element<Y>::type;
     float *__restrict p = a.p;
     auto *__restrict m = static_cast<MomentOf<M> *>(a.m);
     auto *__restrict v = static_cast<MomentOf<M> *>(a.v);
-    const AdamStep s = a.steps[a.steps_count - 1];
-    const void *const newest = a.grads[a.steps_count - 1];
+    const AdamStep s = a.step;
+    const Gradient *__restrict gradient = static_cast<const Gradient *>(a.grad);
+    if (a.l2_factor != 0.0f) {
+        for (int64_t i = first; i < last; ++i)
+            step_and_extrapolate<M>(a, s, Element<G>::load(gradient[i]), i, p, m, v);
+        return;
+    }
     if constexpr (std::is_same_v<Gradient, Published>) {
-        if (newest == a.published) {
+        if (a.grad == a.published) {
             Published *__restrict both = static_cast<Published *>(a.published);
             for (int64_t i = first; i < last; ++i)
                 both[i] = Element<Y>::store(step_and_extrapolate<M>(a, s, Element<G>::load(both[i]), i, p, m, v));
             return;
         }
     }
-    const Gradient *__restrict gradient = static_cast<const Gradient *>(newest);
     Published *__restrict published = static_cast<Published *>(a.published);
     for (int64_t i = first; i < last; ++i)
         published[i] = Element<Y>::store(step_and_extrapolate<M>(a, s, Element<G>::load(gradient[i]), i, p, m, v));
@@ -46,72 +51,62 @@ INLINE void last_step(const AdamPass &a, int64_t first, int64_t last) {
 
 template <Dtype G, Dtype Y, Dtype M>
 INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
-    using Gradient = typename Element<G>::type;
-    float *__restrict p = a.p;
-    auto *__restrict m = static_cast<MomentOf<M> *>(a.m);
-    auto *__restrict v = static_cast<MomentOf<M> *>(a.v);
-    const bool l2 = a.l2_factor != 0.0f;
-    // The last step publishes in the same loop, unless y needs the block's mean of v.
-    const bool publishes_with_step = !l2 && a.steps_count > 0;
-    const int32_t plain_steps = a.steps_count - (publishes_with_step ? 1 : 0);
-    for (int32_t k = 0; k < plain_steps; ++k) {
-        const AdamStep s = a.steps[k];
-        const Gradient *__restrict gradient = static_cast<const Gradient *>(a.grads[k]);
-        for (int64_t i = first; i < last; ++i)
-            step_and_extrapolate<M>(a, s, Element<G>::load(gradient[i]), i, p, m, v);
-    }
-    if (publishes_with_step) {
-        last_step<G, Y, M>(a, first, last);
-    } else if (!l2) {
-        publish<Y, M>(a, first, last, m + first, v + first);
-    }
-    end_blocks<Y, M>(a, first, last, m + first, v + first);
+    if (a.steps) step<G, Y, M>(a, first, last);
+    end_tile<Y, M>(a, first, last, static_cast<MomentOf<M> *>(a.m) + first, static_cast<MomentOf<M> *>(a.v) + first);
 }
 
-TILES(CLONES, , tile, kFloat32)
-TILES(CLONES, _of_bf, tile, kBFloat16)
+TILES(CLONES, AdamPass, tile_of_32, tile, kFloat32)
+TILES(CLONES, AdamPass, tile_of_bf, tile, kBFloat16)
 
-// Indexed by the dtypes of the moments (fp32, bf16), of gradients and of y.
-const Tile kTile[2][3][3] = {TABLE(), TABLE(_of_bf)};
+constexpr int64_t kDtypeBytes[] = {4, 2, 2, 1};  // by Dtype
 
-// Runs `tile` for the tile from first to last alone, on copies of all that it writes but y.
-template <class RunTile>
-INLINE void peek(const AdamPass &a, int64_t first, int64_t last, const RunTile &tile) {
-    const int64_t numel = last - first, block = first / a.block_size, blocks = (numel + a.block_size - 1) / a.block_size;
-    const int64_t moment_bytes = numel * kDtypeBytes[a.moment_dtype];
-    Copies copies(Copies::rounded(4 * numel) + 2 * Copies::rounded(moment_bytes) + 3 * Copies::rounded(4 * blocks));
-    const void *const gradient = moved(a.grads[0], first * kDtypeBytes[a.grad_dtype]);
+// Lets the definition take the step of the elements from first to last, a tile of codes or at most as many elements as a
+// tile has, on copies of what it writes. The code is that of the pass, which the compiler fuses as it likes, so the bits
+// are, too.
+void peek(const AdamPass &a, int64_t first, int64_t last, Tile definition) {
+    constexpr int64_t kMost = 2 * kTileNumel;
+    float p[kMost], m[kMost], v[kMost];
+    uint8_t m_scales[kMost], v_scales[kMost];
+    const auto moved = [=](const void *array, int32_t dtype) {
+        return static_cast<const char *>(array) + first * kDtypeBytes[dtype];
+    };
+    const int64_t numel = last - first, bytes = numel * kDtypeBytes[a.moment_dtype];
     AdamPass alone = a;
-    alone.p = copies.of(a.p + first, numel);
-    alone.m = copies.of(static_cast<const char *>(moved(a.m, first * kDtypeBytes[a.moment_dtype])), moment_bytes);
-    alone.v = copies.of(static_cast<const char *>(moved(a.v, first * kDtypeBytes[a.moment_dtype])), moment_bytes);
-    alone.grads = &gradient;
-    alone.published = const_cast<void *>(moved(a.published, first * kDtypeBytes[a.published_dtype]));
-    alone.block_means = copies.room<float>(blocks);
-    alone.first = a.first + static_cast<uint32_t>(first);
+    alone.p = static_cast<float *>(std::memcpy(p, a.p + first, numel * sizeof *p));
+    alone.m = std::memcpy(m, moved(a.m, a.moment_dtype), bytes);
+    alone.v = std::memcpy(v, moved(a.v, a.moment_dtype), bytes);
     if (a.m_scales != nullptr) {
-        alone.m_scales = copies.of(a.m_scales + block, blocks);
-        alone.v_scales = copies.of(a.v_scales + block, blocks);
+        const int64_t block = first / a.block_size, blocks = (numel + a.block_size - 1) / a.block_size;
+        alone.m_scales = static_cast<uint8_t *>(std::memcpy(m_scales, a.m_scales + block, blocks));
+        alone.v_scales = static_cast<uint8_t *>(std::memcpy(v_scales, a.v_scales + block, blocks));
     }
-    tile(alone, 0, numel);
+    alone.grad = moved(a.grad, a.grad_dtype);
+    alone.published = const_cast<char *>(moved(a.published, a.published_dtype));
+    alone.per_block = nullptr;
+    alone.first += static_cast<uint32_t>(first);
+    definition(alone, 0, numel);
 }
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 17; }
+void by_definition(const AdamPass &a, int64_t first, int64_t last) {
+    const auto &uncoded = a.moment_dtype == kBFloat16 ? tile_of_bf : tile_of_32;
+    const bool coded = a.moment_dtype == kCodes;
+    const Tile definition = coded ? tile_of_codes(a) : uncoded[a.grad_dtype][a.published_dtype];
+    if (!a.peeks) return definition(a, first, last);
+    const int64_t part = coded ? last - first : kTileNumel;
+    for (; first < last; first += part) peek(a, first, first + part < last ? first + part : last, definition);
+}
+
+extern "C" int32_t dsext_version() { return 18; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
-    const Tile definition = a.moment_dtype == kCodes ? tile_of_codes(a.grad_dtype, a.published_dtype)
-                                                     : kTile[a.moment_dtype][a.grad_dtype][a.published_dtype];
     const Tile vectors = tile_of_vectors(a);
-    const auto tile = [&](const AdamPass &of, int64_t first, int64_t last) {
-        const int64_t whole = vectors == nullptr ? first : last - last % of.block_size;
-        if (first < whole) vectors(of, first, whole);
-        if (whole < last) definition(of, whole, last);
-    };
     for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) {
-        a.peeks ? peek(a, first, last, tile) : tile(a, first, last);
+        const int64_t whole = vectors == nullptr ? first : last - last % a.block_size;
+        if (first < whole) vectors(a, first, whole);
+        if (whole < last) by_definition(a, whole, last);
     });
 }
 

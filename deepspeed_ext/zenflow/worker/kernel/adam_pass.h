@@ -1,4 +1,4 @@
-// Defines what the passes of Adam share: their arguments, y, and the sums of blocks (formulas: adam_pass.py).
+// Defines Adam's step and what its passes share: their arguments, y, and the means of blocks (formulas: adam_pass.py).
 
 #pragma once
 
@@ -6,29 +6,74 @@
 
 extern "C" {
 
-struct AdamPass {
-    float *p;
+struct AdamStep {
+    float beta1_complement, beta2, beta2_complement, eps, decay, l2, step_size, bias2_inverse, grad_scale;
+    uint32_t rounding_key;
+};
+
+struct AdamPass : Pass {
     void *m, *v;
-    const void *const *grads;
-    const AdamStep *steps;
-    void *published;
-    float *block_means;
-    int64_t numel, block_size;
-    int32_t steps_count, grad_dtype, published_dtype, threads;
-    float p_factor, m_factor, l2_factor, l2_bound, publish_bias2_inverse, publish_eps;
+    uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
     int32_t moment_dtype;
     uint32_t first;  // number of the first element in its partition
-    uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
-    int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
-    int32_t peeks;  // whether only y is written (peek.h); there is one step then
+    AdamStep step;
+    float p_factor, m_factor, l2_factor, l2_bound, publish_bias2_inverse, publish_eps;
 };
 }
 
-// The tile of a pass whose moments are codes, for these dtypes of gradients and of y (code_pass.cpp).
 using Tile = void (*)(const AdamPass &, int64_t, int64_t);
-Tile tile_of_codes(int32_t grad_dtype, int32_t published_dtype);
+// The tile of a pass whose moments are codes (code_pass.cpp).
+Tile tile_of_codes(const AdamPass &a);
+// Takes the step of a tile, or peeks, without this CPU's vectors (adam_pass.cpp).
+void by_definition(const AdamPass &a, int64_t first, int64_t last);
 
 namespace {
+
+// The random bits of element i of a partition (rounding.py): the lower 16 for m, the upper 16 for v.
+INLINE uint32_t random_bits(const AdamStep &s, uint32_t i) { return hash(i + s.rounding_key); }
+
+// The moments of one element in memory: how they are rounded (rounding.py), loaded and stored.
+template <Dtype D>
+struct Moment;
+
+template <>
+struct Moment<kFloat32> : Element<kFloat32> {
+    INLINE void round(const AdamStep &, uint32_t, float &, float &) {}
+};
+
+template <>
+struct Moment<kBFloat16> : Element<kBFloat16> {
+    INLINE void round(const AdamStep &s, uint32_t i, float &m, float &v) {
+        const uint32_t random = random_bits(s, i);
+        m = up_by(m, random & 0xffffu);
+        v = up_by(v, random >> 16);
+    }
+    // x is rounded already.
+    INLINE uint16_t store(float x) { return static_cast<uint16_t>(to_bits(x) >> 16); }
+
+  private:
+    INLINE float up_by(float x, uint32_t random) {
+        const uint32_t bits = to_bits(x), sum = (bits + random) & 0xffff0000u;
+        return from_bits((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : sum);
+    }
+};
+
+template <Dtype M>
+using MomentOf = typename Moment<M>::type;
+
+// The moments of Adam's step, before they are rounded.
+INLINE void advance_moments(const AdamStep &s, float gradient, float p, float &m, float &v) {
+    const float g = gradient * s.grad_scale + s.l2 * p;
+    m += s.beta1_complement * (g - m);
+    v = v * s.beta2 + s.beta2_complement * g * g;
+}
+
+// The rest of the step; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+INLINE float update(const AdamStep &s, float &p, float m, float v) {
+    const float inverse = 1.0f / (std::sqrt(v) * s.bias2_inverse + s.eps);
+    p = p * s.decay - s.step_size * (m * inverse);
+    return inverse;
+}
 
 INLINE float extrapolate(const AdamPass &a, float p, float m, float inverse) {
     return a.p_factor * p - a.m_factor * m * inverse;
@@ -45,56 +90,32 @@ INLINE float clamp(float x, float bound) {
     return from_below < bound ? from_below : bound;
 }
 
-typedef float Lanes __attribute__((vector_size(16)));
-
-// Sums 32 elements at a time in a fixed order; the compiler's own code takes as long as the whole step.
-template <Dtype M>
-INLINE float sum(const typename Moment<M>::type *x, int64_t numel) {
-    float total = 0.0f;
-    int64_t i = 0;
-    for (; i + 32 <= numel; i += 32) {
-        float values[32];
-        for (int k = 0; k < 32; ++k) values[k] = Moment<M>::load(x[i + k]);
-        Lanes l[8];
-        std::memcpy(l, values, sizeof l);
-        const Lanes four = ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7]));
-        total += (four[0] + four[2]) + (four[1] + four[3]);
-    }
-    for (; i < numel; ++i) total += Moment<M>::load(x[i]);
-    return total;
-}
-
-template <Dtype M>
-using MomentOf = typename Moment<M>::type;
-
 // y of an element as it is.
 template <Dtype M>
 INLINE float extrapolated(const AdamPass &a, float p, MomentOf<M> m, MomentOf<M> v) {
     return extrapolate(a, p, Moment<M>::load(m), inverse_of(a, Moment<M>::load(v)));
 }
 
-// Publishes the elements from first to last as they are, without L2 terms; m and v are those of the first of them.
+// What follows the step of the elements from first to last; m and v are those of the first of them. Publishes without L2
+// terms, unless the step has; then means of v over each block, if they are read; then y with L2 terms, which need them.
 template <Dtype Y, Dtype M>
-INLINE void publish(const AdamPass &a, int64_t first, int64_t last, const MomentOf<M> *m, const MomentOf<M> *v) {
-    using Published = typename Element<Y>::type;
-    Published *__restrict published = static_cast<Published *>(a.published) + first;
+INLINE void end_tile(const AdamPass &a, int64_t first, int64_t last, const MomentOf<M> *m, const MomentOf<M> *v) {
+    const bool l2 = a.l2_factor != 0.0f;
+    auto *__restrict published = static_cast<typename Element<Y>::type *>(a.published) + first;
     const float *__restrict p = a.p + first;
-    for (int64_t i = 0; i < last - first; ++i) published[i] = Element<Y>::store(extrapolated<M>(a, p[i], m[i], v[i]));
-}
-
-// Stores the mean of v over each block from first to last. If there are L2 terms, publishes: they need those means.
-template <Dtype Y, Dtype M>
-INLINE void end_blocks(const AdamPass &a, int64_t first, int64_t last, const MomentOf<M> *m, const MomentOf<M> *v) {
-    using Published = typename Element<Y>::type;
-    for (int64_t begin = first; begin < last; begin += a.block_size, m += a.block_size, v += a.block_size) {
-        const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin;
-        const float mean = sum<M>(v, numel) / static_cast<float>(numel);
-        a.block_means[begin / a.block_size] = mean;
-        if (a.l2_factor == 0.0f) continue;
-        Published *__restrict published = static_cast<Published *>(a.published) + begin;
-        const float *__restrict p = a.p + begin;
+    float *means = static_cast<float *>(a.per_block);
+    if (!a.steps && !l2)
+        for (int64_t i = 0; i < last - first; ++i)
+            published[i] = Element<Y>::store(extrapolated<M>(a, p[i], m[i], v[i]));
+    if (means == nullptr && !l2) return;
+    for (int64_t begin = 0; begin < last - first; begin += a.block_size) {
+        const int64_t end = begin + a.block_size < last - first ? begin + a.block_size : last - first;
+        const float mean = sum(end - begin, [=](int64_t i) { return Moment<M>::load(v[begin + i]); }) /
+                           static_cast<float>(end - begin);
+        if (means != nullptr) means[(first + begin) / a.block_size] = mean;
+        if (!l2) continue;
         const float factor = a.l2_factor * inverse_of(a, mean);
-        for (int64_t i = 0; i < numel; ++i) {
+        for (int64_t i = begin; i < end; ++i) {
             const float l2_term = clamp(factor * p[i], a.l2_bound);
             published[i] = Element<Y>::store(extrapolated<M>(a, p[i], m[i], v[i]) - l2_term);
         }
@@ -102,24 +123,3 @@ INLINE void end_blocks(const AdamPass &a, int64_t first, int64_t last, const Mom
 }
 
 }  // namespace
-
-// Defines a tile's function, compiled for TARGET, for each dtype of gradients and of y, and a table of them.
-#define TILE(TARGET, NAME, TILE_OF, ...) \
-    TARGET void NAME(const AdamPass &a, int64_t first, int64_t last) { TILE_OF<__VA_ARGS__>(a, first, last); }
-#define TILES(TARGET, SUFFIX, TILE_OF, ...) \
-    TILE(TARGET, tile_32_32##SUFFIX, TILE_OF, kFloat32, kFloat32, ##__VA_ARGS__) \
-    TILE(TARGET, tile_32_bf##SUFFIX, TILE_OF, kFloat32, kBFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, tile_32_fp##SUFFIX, TILE_OF, kFloat32, kFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, tile_bf_32##SUFFIX, TILE_OF, kBFloat16, kFloat32, ##__VA_ARGS__) \
-    TILE(TARGET, tile_bf_bf##SUFFIX, TILE_OF, kBFloat16, kBFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, tile_bf_fp##SUFFIX, TILE_OF, kBFloat16, kFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, tile_fp_32##SUFFIX, TILE_OF, kFloat16, kFloat32, ##__VA_ARGS__) \
-    TILE(TARGET, tile_fp_bf##SUFFIX, TILE_OF, kFloat16, kBFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, tile_fp_fp##SUFFIX, TILE_OF, kFloat16, kFloat16, ##__VA_ARGS__)
-#define TABLE(SUFFIX) \
-    { \
-        {tile_32_32##SUFFIX, tile_32_bf##SUFFIX, tile_32_fp##SUFFIX}, \
-        {tile_bf_32##SUFFIX, tile_bf_bf##SUFFIX, tile_bf_fp##SUFFIX}, { \
-            tile_fp_32##SUFFIX, tile_fp_bf##SUFFIX, tile_fp_fp##SUFFIX \
-        } \
-    }

@@ -1,65 +1,53 @@
-"""Defines the contract of a pass: its arrays, constants and arithmetic. Plain values, no torch.
+"""Defines the pass of Adam and AdamW: its constants and arithmetic. Plain values; torch only inside
+the definition.
 
-Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). Each step k
-of a pass computes, elementwise in fp32::
+Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). A step
+computes, elementwise in fp32::
 
-    g = c_k * gradient_k                (+ weight_decay * p, unless decoupled)
+    g = c * gradient                    (+ weight_decay * p, unless decoupled)
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (first factor only if decoupled)
 
 Without bias correction, both 1 - beta^t are 1. A negative c maximizes. If m and v have 16 or 8
-bits, each step rounds them (see `rounding`) before it computes d and p.
+bits, the step rounds them (see `rounding`) before it computes d and p. The order of roundings is
+the compiler's in the native library, for its speed, and that of `take_step` elsewhere.
 
-After the last step, with that step's d and the values of `Publish`::
+After it, with that step's d and the values of `Publish`::
 
     block_means[b] = mean of v over block b, and d_b is d with it
     y = p_factor p - m_factor m / d - clamp(l2_factor p / d_b, -l2_bound, l2_bound)
 """
 
+import ctypes
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_CODED_BLOCK
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-
-__all__ = [
-    "ADAM_STATE",
-    "DTYPE_BYTES",
-    "AdamPass",
-    "AdamStep",
-    "Array",
-    "Publish",
-    "dtype_name",
-]
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
-
-
-def dtype_name(dtype: Any) -> str:
-    """The name of a torch dtype as the arena and the config write it, such as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-ADAM_STATE = StateLayout(
-    "adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32")
+from deepspeed_ext.zenflow.worker.kernel.passes import (
+    DTYPE_CODES,
+    ROUNDED_CHUNK_NUMEL,
+    Arguments,
+    Pass,
+    Passes,
+    StateLayout,
+    chunk_of,
+    dtype_name,
 )
+from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["ADAM_STATE", "AdamConstants", "AdamPasses", "AdamStep", "Publish"]
 
 
-class Array(NamedTuple):
-    """A contiguous 1-D array in host memory."""
-
-    address: int
-    dtype: str
-    """A key of `DTYPE_BYTES`."""
-    numel: int
-
-    def part(self, begin: int, end: int) -> "Array":
-        """Its elements from `begin` to `end` (exclusive)."""
-        assert 0 <= begin <= end <= self.numel
-        return Array(self.address + begin * DTYPE_BYTES[self.dtype], self.dtype, end - begin)
+def _single(value: float) -> float:
+    """`value` rounded to fp32."""
+    return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +70,65 @@ class AdamStep:
     """False: the moments are used as they are."""
 
     @property
-    def correction_betas(self) -> tuple[float, float]:
-        """The betas of the bias corrections ``1 - beta^t``; zeros, which make them 1, if there are
-        none."""
+    def _correction_betas(self) -> tuple[float, float]:
+        """The betas of the bias corrections; zeros, which make them 1, if there are none."""
         return (self.beta1, self.beta2) if self.bias_correction else (0.0, 0.0)
 
     @property
     def bias_correction1(self) -> float:
         """1 - beta1^t, or 1."""
-        return 1.0 - self.correction_betas[0] ** self.step
+        return 1.0 - self._correction_betas[0] ** self.step
 
     @property
     def bias_correction2_sqrt(self) -> float:
         """sqrt(1 - beta2^t), or 1."""
-        return math.sqrt(1.0 - self.correction_betas[1] ** self.step)
+        return math.sqrt(1.0 - self._correction_betas[1] ** self.step)
+
+    @property
+    def l2(self) -> float:
+        """Weight decay that is added to the gradient; 0: none."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+    @property
+    def decay(self) -> float:
+        """Factor of p under decoupled weight decay; 1: none."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled else 1.0
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """Both bias corrections in fp32. By expm1: for small exponents, the subtraction would lose
+        digits to cancellation."""
+        first, second = (
+            _single(-math.expm1(self.step * math.log(beta))) if beta else 1.0
+            for beta in self._correction_betas
+        )
+        return first, _single(math.sqrt(second))
+
+
+@dataclass(frozen=True, slots=True)
+class AdamConstants:
+    """The numbers of a step in the order in which the device's kernel takes them. `correction1` and
+    `correction2_sqrt` are `AdamStep.corrections`."""
+
+    correction1: float
+    correction2_sqrt: float
+    grad_scale: float
+    lr: float
+    beta1: float
+    weight1: float
+    beta2: float
+    weight2: float
+    eps: float
+    l2: float
+    decay: float
+
+    @classmethod
+    def of(cls, step: AdamStep) -> "AdamConstants":
+        """The numbers of `step`."""
+        betas = step.beta1, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2
+        return cls(
+            *step.corrections, step.grad_scale, step.lr, *betas, step.eps, step.l2, step.decay
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,62 +152,140 @@ class Publish:
         return cls(1.0, 0.0, 0.0, 0.0, bias_correction2_sqrt, eps)
 
 
-@dataclass(frozen=True, slots=True)
-class AdamPass:
-    """One pass over one partition of n elements.
+_STEP = (
+    *("beta1_complement", "beta2", "beta2_complement", "eps", "decay", "l2", "step_size"),
+    *("bias2_inverse", "grad_scale"),
+)
+_PUBLISH = ("p_factor", "m_factor", "l2_factor", "l2_bound", "publish_bias2_inverse", "publish_eps")
 
-    ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32, both bfloat16, or codes: int8 and uint8) are
-    read and written, as are the ``scales`` of codes. ``published`` ([n], any floating dtype) and
-    ``block_means`` (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one
-    dtype) are read, one per step. A pass without steps recomputes ``published`` and
-    ``block_means``. ``published`` may be the memory of the last one of ``grads``, if both have the
-    same item size; otherwise no two arrays overlap.
-    """
 
-    p: Array
-    m: Array
-    v: Array
-    grads: tuple[Array, ...]
-    steps: tuple[AdamStep, ...]
-    published: Array
-    block_means: Array
-    block_size: int
-    publish: Publish
-    first: int = 0
-    """Number of the first element in its partition: random numbers depend on it."""
-    scales: tuple[Array, Array] | None = None
-    """Scales of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are
-    not coded."""
-    peeks: bool = False
-    """Whether only ``published`` is written: y as it will be after the same pass without `peeks`,
-    which has to follow. A peek has one step."""
+class _Arguments(Arguments):
+    """``AdamPass`` of adam_pass.h."""
 
-    def __post_init__(self) -> None:
-        n = self.p.numel
-        assert len(self.grads) == len(self.steps), "one gradient per step"
-        assert not self.peeks or len(self.steps) == 1, "a peek has one step"
-        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), (
-            "arrays of one partition"
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("m", "v", "m_scales", "v_scales")),
+        ("moment_dtype", ctypes.c_int32),
+        ("first", ctypes.c_uint32),
+        *((name, ctypes.c_float) for name in _STEP),
+        ("rounding_key", ctypes.c_uint32),
+        *((name, ctypes.c_float) for name in _PUBLISH),
+    ]
+
+
+class AdamPasses(Passes):
+    """The arithmetic of the module docstring."""
+
+    step_type = AdamStep
+    function = "dsext_adam_pass"
+
+    @staticmethod
+    def arguments(work: Pass) -> Arguments:
+        publish: Publish = work.publish
+        assert work.step is None or (publish.bias_correction2_sqrt, publish.eps) == (
+            work.step.bias_correction2_sqrt,
+            work.step.eps,
         )
-        assert {a.dtype for a in (self.p, self.block_means)} == {"float32"}
-        assert (self.m.dtype, self.v.dtype) in (
-            ("float32", "float32"),
-            ("bfloat16", "bfloat16"),
-            CODE_DTYPES,
+        assert not work.peeks or publish.l2_factor == 0.0
+        found = _Arguments(
+            moment_dtype=DTYPE_CODES[work.state[1].dtype],
+            first=work.first & WORD,
+            **dict(zip(_PUBLISH[:4], astuple(publish)[:4], strict=True)),
+            publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
+            publish_eps=publish.eps,
         )
-        if self.scales is None:
-            assert self.m.dtype != CODE_DTYPES[0], "codes have scales"
-        else:
-            assert self.block_size <= LARGEST_CODED_BLOCK
-            assert all(
-                (each.dtype, each.numel) == ("uint8", self.block_means.numel)
-                for each in self.scales
+        for name, array in zip(work.layout.kept[1:], work.state[1:], strict=True):
+            setattr(found, name, array.address)
+        if (step := work.step) is not None:
+            found.beta1_complement, found.beta2 = 1.0 - step.beta1, step.beta2
+            found.beta2_complement, found.eps = 1.0 - step.beta2, step.eps
+            found.decay, found.l2 = step.decay, step.l2
+            found.step_size = step.lr / step.bias_correction1
+            found.bias2_inverse = 1.0 / step.bias_correction2_sqrt
+            found.grad_scale, found.rounding_key = step.grad_scale, rounding_key(step.step)
+        return found
+
+    @staticmethod
+    def take_step(
+        state: "Sequence[torch.Tensor]",
+        grad: "torch.Tensor",
+        step: AdamStep,
+        block_size: int,
+        first: int = 0,
+        moment_dtype: str | None = None,
+    ) -> None:
+        """As in the base class, a chunk at a time, on any device; each operation rounds once
+        (`definition`). Moments of 16 or 8 bits are rounded before the update, with the random
+        number of each element's place in its partition.
+
+        Args:
+            moment_dtype: what the moments are rounded to; None: their own dtype.
+        """
+        import torch
+
+        from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
+        from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel
+        from deepspeed_ext.zenflow.worker.kernel.roots import root
+
+        c, device = AdamConstants.of(step), grad.device
+        dtype = moment_dtype or dtype_name(state[1].dtype)
+        most = chunk_numel(device, block_size)
+        if dtype != "float32":
+            most = min(most, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
+        with torch.no_grad():
+            correction1, correction2_sqrt = (
+                torch.full((1,), value, dtype=torch.float32, device=device)
+                for value in step.corrections
             )
-        assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
-        assert self.block_means.numel == -(-n // self.block_size)
-        if self.steps:
-            last = self.steps[-1]
-            assert (self.publish.bias_correction2_sqrt, self.publish.eps) == (
-                last.bias_correction2_sqrt,
-                last.eps,
-            )
+            size = 2, min(most, grad.numel())
+            temporaries = torch.empty(size, dtype=torch.float32, device=device)
+            for begin in range(0, grad.numel(), most):
+                end = min(begin + most, grad.numel())
+                p, *stored = (array[begin:end] for array in state[:3])
+                blocks = slice(begin // block_size, -(-end // block_size))
+                scales = [array[blocks] for array in state[3:]]
+                moments = m, v = loaded(stored, scales, block_size)
+                g, other = (each[: end - begin] for each in temporaries)
+                g.copy_(grad[begin:end]).mul_(c.grad_scale)
+                if c.l2:
+                    g.add_(torch.mul(p, c.l2, out=other))
+                m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
+                v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+                round_moments(m, v, dtype, block_size, step.step, first + begin)
+                denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
+                change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
+                if c.decay != 1.0:
+                    p.mul_(c.decay)
+                p.add_(change)
+                store(moments, stored, scales, block_size)
+
+    @staticmethod
+    def publish(
+        publish: Publish,
+        state: "Sequence[torch.Tensor]",
+        block_size: int,
+        published: "torch.Tensor",
+        per_block: "torch.Tensor | None",
+    ) -> None:
+        from deepspeed_ext.zenflow.worker.kernel.codes import loaded
+        from deepspeed_ext.zenflow.worker.kernel.definition import block_means
+
+        def denominator(of: "torch.Tensor") -> "torch.Tensor":
+            return of.sqrt().div_(publish.bias_correction2_sqrt).add_(publish.eps)
+
+        p, (m, v) = state[0], loaded(state[1:3], state[3:], block_size)
+        if per_block is not None:
+            per_block.copy_(block_means(v, block_size))
+        y = p * publish.p_factor
+        if publish.m_factor:
+            y.sub_((m * publish.m_factor).div_(denominator(v)))
+        if publish.l2_factor:
+            of_blocks = denominator(block_means(v, block_size))
+            of_elements = of_blocks.repeat_interleave(block_size)[: p.numel()]
+            l2_term = (p * publish.l2_factor).div_(of_elements)
+            y.sub_(l2_term.clamp_(-publish.l2_bound, publish.l2_bound))
+        published.copy_(y)
+
+
+ADAM_STATE = StateLayout(
+    "adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), ("block_means", "float32"), AdamPasses
+)

@@ -39,7 +39,7 @@ struct Begun {
     Run p, m, v;
 };
 
-template <Dtype G, Dtype M>
+template <Dtype G, Dtype M, bool kPeeks>
 INLINE_VECTORS Begun begin(const Step &s, Words keyed, const typename Element<G>::type *grads,
                            const float *weights, MomentOf<M> *ms, MomentOf<M> *vs) {
     const Run g = RunOf<G>::load(grads);
@@ -48,27 +48,30 @@ INLINE_VECTORS Begun begin(const Step &s, Words keyed, const typename Element<G>
     advance_moments(s, g.high, run.p.high, run.m.high, run.v.high);
     Moments<M>::round(keyed, run.m.low, run.v.low);
     Moments<M>::round(Random::next(keyed), run.m.high, run.v.high);
-    Moments<M>::store(ms, run.m);
-    Moments<M>::store(vs, run.v);
+    if (!kPeeks) {
+        Moments<M>::store(ms, run.m);
+        Moments<M>::store(vs, run.v);
+    }
     return run;
 }
 
-// Takes step k of the runs from first to last, and with the last one publishes. y may take the
-// place of that step's gradient, which is read before.
+// Takes the step of the runs from first to last, and publishes. y may take the place of the
+// gradient, which is read before.
 //
 // The next run begins before a run ends: the root and the quotient at its end take long, and a CPU
 // does not look far enough ahead to begin by itself (0.92 of the time with bf16 moments on a Zen 4).
-template <Dtype G, Dtype Y, Dtype M, bool kPublishes>
-INLINE_VECTORS void take_step(const AdamPass &a, int32_t k, int64_t first, int64_t last,
-                              Sums &sums) {
-    const Step s = Step::of(a.steps[k]);
+template <Dtype G, Dtype Y, Dtype M, bool kPeeks>
+INLINE_VECTORS void take_step(const AdamPass &a, int64_t first, int64_t last) {
+    const Step s = Step::of(a.step);
     const Extrapolation e = {all(a.p_factor), all(a.m_factor)};
+    Sums sums;
     float *weights = a.p;
     auto *ms = static_cast<MomentOf<M> *>(a.m), *vs = static_cast<MomentOf<M> *>(a.v);
-    const auto *grads = static_cast<const typename Element<G>::type *>(a.grads[k]);
+    const auto *grads = static_cast<const typename Element<G>::type *>(a.grad);
     auto *published = static_cast<typename Element<Y>::type *>(a.published);
-    Words keyed = Random::keyed(a, a.steps[k], first);
-    Begun next = begin<G, M>(s, keyed, grads + first, weights + first, ms + first, vs + first);
+    Words keyed = Random::keyed(a, first);
+    Begun next =
+        begin<G, M, kPeeks>(s, keyed, grads + first, weights + first, ms + first, vs + first);
     for (int64_t i = first; i < last; i += kRun) {
         Begun run = next;
         const int64_t n = i + kRun;
@@ -77,32 +80,27 @@ INLINE_VECTORS void take_step(const AdamPass &a, int32_t k, int64_t first, int64
             prefetch_ahead(ms, i);
             prefetch_ahead(vs, i);
             prefetch_ahead(grads, i);
-            if (kPublishes) prefetch_ahead(published, i);
+            prefetch_ahead(published, i);
             keyed = Random::next(Random::next(keyed));
-            next = begin<G, M>(s, keyed, grads + n, weights + n, ms + n, vs + n);
+            next = begin<G, M, kPeeks>(s, keyed, grads + n, weights + n, ms + n, vs + n);
         }
         const Floats low = update(s, run.p.low, run.m.low, root(run.v.low));
         const Floats high = update(s, run.p.high, run.m.high, root(run.v.high));
-        RunOf<kFloat32>::store(weights + i, run.p);
-        if (!kPublishes) continue;
-        take_sum(run.v, sums.of_runs[(i - first) / kRun]);
         RunOf<Y>::store(published + i, extrapolated(e, run.p, run.m, {low, high}));
+        if (kPeeks) continue;
+        RunOf<kFloat32>::store(weights + i, run.p);
+        take_sum(run.v, sums.of_runs[(i - first) / kRun]);
     }
+    if (!kPeeks) store_means(a, first, last, sums);
 }
 
 template <Dtype G, Dtype Y, Dtype M>
 INLINE_VECTORS void tile(const AdamPass &a, int64_t first, int64_t last) {
-    Sums sums;
-    const int32_t last_step = a.steps_count - 1;
-    for (int32_t k = 0; k < last_step; ++k) take_step<G, Y, M, false>(a, k, first, last, sums);
-    take_step<G, Y, M, true>(a, last_step, first, last, sums);
-    store_means(a, first, last, sums);
+    a.peeks ? take_step<G, Y, M, true>(a, first, last) : take_step<G, Y, M, false>(a, first, last);
 }
 
-TILES(VECTORS, _of_32, tile, kFloat32)
-TILES(VECTORS, _of_bf, tile, kBFloat16)
-
-const Tile kTile[2][3][3] = {TABLE(_of_32), TABLE(_of_bf)};
+TILES(VECTORS, AdamPass, tile_of_32, tile, kFloat32)
+TILES(VECTORS, AdamPass, tile_of_bf, tile, kBFloat16)
 
 }  // namespace vectors
 }  // namespace
@@ -113,10 +111,11 @@ Tile tile_of_vectors(const AdamPass &a) {
 #ifdef DSEXT_VECTORS
     static const bool capable = vectors::capable();
     const bool fits = a.block_size % vectors::kRun == 0 && a.block_size <= kTileNumel;
-    if (!a.vectors || !capable || !fits || a.steps_count == 0 || a.l2_factor != 0.0f)
+    if (!a.vectors || !capable || !fits || !a.steps || a.l2_factor != 0.0f)
         return nullptr;
-    if (a.moment_dtype == kCodes) return tile_of_vectors_of_codes(a.grad_dtype, a.published_dtype);
-    return vectors::kTile[a.moment_dtype][a.grad_dtype][a.published_dtype];
+    if (a.moment_dtype == kCodes) return tile_of_vectors_of_codes(a);
+    return (a.moment_dtype == kBFloat16 ? vectors::tile_of_bf
+                                        : vectors::tile_of_32)[a.grad_dtype][a.published_dtype];
 #else
     static_cast<void>(a);
     return nullptr;

@@ -11,7 +11,7 @@ Tile tile_of_vectors(const AdamPass &a);
 
 #ifdef DSEXT_VECTORS
 
-Tile tile_of_vectors_of_codes(int32_t grad_dtype, int32_t published_dtype);
+Tile tile_of_vectors_of_codes(const AdamPass &a);
 
 namespace {
 namespace vectors {
@@ -64,8 +64,8 @@ INLINE_VECTORS Run extrapolated(const Extrapolation &e, const Run &p, const Run 
 struct Random {
     Words of_m, of_v;
 
-    INLINE_VECTORS Words keyed(const AdamPass &a, const AdamStep &s, int64_t first) {
-        return plus(lane_numbers(), all(a.first + static_cast<uint32_t>(first) + s.rounding_key));
+    INLINE_VECTORS Words keyed(const AdamPass &a, int64_t first) {
+        return plus(lane_numbers(), all(a.first + static_cast<uint32_t>(first) + a.step.rounding_key));
     }
     INLINE_VECTORS Words next(Words keyed) {
         return plus(keyed, all(static_cast<uint32_t>(kWidth)));
@@ -85,8 +85,9 @@ struct Sums {
 
 INLINE_VECTORS void take_sum(const Run &v, Floats &sum) { sum = join_quarters<Sum>(v.low, v.high); }
 
-// Finishes the sums, four at a time (as many instructions as one), and stores block means.
+// Finishes the sums, four at a time (as many instructions as one), and stores block means, if they are read.
 INLINE_VECTORS void store_means(const AdamPass &a, int64_t first, int64_t last, const Sums &all) {
+    if (a.per_block == nullptr) return;
     const int64_t runs = (last - first) / kRun, runs_of_block = a.block_size / kRun;
     float sums[Sums::kMost];
     for (int64_t i = 0; i < runs; i += 4) {
@@ -95,7 +96,7 @@ INLINE_VECTORS void store_means(const AdamPass &a, int64_t first, int64_t last, 
         store_joined<Sum>(sums + i, join_quarters<Sum>(low, high));
     }
     const float numel = static_cast<float>(a.block_size);
-    float *means = a.block_means + first / a.block_size;
+    float *means = static_cast<float *>(a.per_block) + first / a.block_size;
     for (int64_t b = 0; b < runs / runs_of_block; ++b) {
         float total = 0.0f;
         for (int64_t i = 0; i < runs_of_block; ++i) total += sums[b * runs_of_block + i];

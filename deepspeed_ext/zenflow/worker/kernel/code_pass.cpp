@@ -82,11 +82,13 @@ struct Moments {
 
 // Rounds the moments of a run within a block, and takes the rest of the step with the decoded
 // values.
-template <int64_t N, bool kPublishes, Dtype Y>
-INLINE void end_step(const AdamPass &a, const AdamStep &s, int64_t block, int64_t first, int64_t numel,
-                     float *__restrict m, float *__restrict v) {
-    const Scale m_scale = Scale::of(a.m_scales[block]), v_scale = Scale::of(a.v_scales[block]);
+template <int64_t N, Dtype Y>
+INLINE void end_run(const AdamPass &a, int64_t first, int64_t numel, uint8_t m_stored, uint8_t v_stored,
+                    float *__restrict m, float *__restrict v) {
+    const AdamStep &s = a.step;
+    const Scale m_scale = Scale::of(m_stored), v_scale = Scale::of(v_stored);
     const uint32_t number = a.first + static_cast<uint32_t>(first);
+    const bool publishes = a.l2_factor == 0.0f;
     float *__restrict p = a.p + first;
     auto *__restrict published = static_cast<typename Element<Y>::type *>(a.published) + first;
     int32_t m_codes[kMostBlock], v_codes[kMostBlock];
@@ -97,44 +99,34 @@ INLINE void end_step(const AdamPass &a, const AdamStep &s, int64_t block, int64_
         float pi = p[i];
         const float inverse = update(s, pi, m[i], v[i]);
         p[i] = pi;
-        if (kPublishes) published[i] = Element<Y>::store(extrapolate(a, pi, m[i], inverse));
+        if (publishes) published[i] = Element<Y>::store(extrapolate(a, pi, m[i], inverse));
     }
-    store<N>(m_codes, a.m_scales[block], numel, static_cast<int8_t *>(a.m) + first);
-    store<N>(v_codes, a.v_scales[block], numel, static_cast<uint8_t *>(a.v) + first);
+    store<N>(m_codes, m_stored, numel, static_cast<int8_t *>(a.m) + first);
+    store<N>(v_codes, v_stored, numel, static_cast<uint8_t *>(a.v) + first);
 }
 
-template <bool kPublishes, Dtype Y>
-INLINE void end_step_of_tile(const AdamPass &a, const AdamStep &s, int64_t first, int64_t last, Moments &t) {
-    int64_t block = first / a.block_size;
-    for (int64_t i = first; i < last; ++block) {
-        const int64_t end = i + a.block_size < last ? i + a.block_size : last;
+// Takes the step of a tile, and publishes, unless y needs the block's mean of v. y may take the place of the gradient,
+// which is read before.
+template <Dtype G, Dtype Y>
+INLINE void step(const AdamPass &a, int64_t first, int64_t last, Moments &t) {
+    const AdamStep s = a.step;
+    const int64_t numel = last - first, size = a.block_size;
+    const auto *gradient = static_cast<const typename Element<G>::type *>(a.grad) + first;
+    const float *__restrict p = a.p + first;
+    uint8_t *m_scales = a.m_scales + first / size, *v_scales = a.v_scales + first / size;
+    for (int64_t i = 0; i < numel; ++i) advance_moments(s, Element<G>::load(gradient[i]), p[i], t.m[i], t.v[i]);
+    for (int64_t begin = 0, block = 0; begin < numel; begin += size, ++block) {
+        const int64_t count = begin + size < numel ? size : numel - begin;
+        m_scales[block] = static_cast<uint8_t>(scale_for<CodesOfM>(t.m + begin, count));
+        v_scales[block] = static_cast<uint8_t>(scale_for<CodesOfV>(t.v + begin, count));
+    }
+    for (int64_t i = 0, block = 0; i < numel; ++block) {
+        const int64_t end = i + size < numel ? i + size : numel;
         for (; i + kRun <= end; i += kRun)
-            end_step<kRun, kPublishes, Y>(a, s, block, i, kRun, t.m + i - first, t.v + i - first);
-        if (i < end) end_step<kAnyNumber, kPublishes, Y>(a, s, block, i, end - i, t.m + i - first, t.v + i - first);
+            end_run<kRun, Y>(a, first + i, kRun, m_scales[block], v_scales[block], t.m + i, t.v + i);
+        if (i < end) end_run<kAnyNumber, Y>(a, first + i, end - i, m_scales[block], v_scales[block], t.m + i, t.v + i);
         i = end;
     }
-}
-
-// Takes step k of a tile, and with the last one publishes, unless y needs the block's mean of v. y may take the place of
-// that step's gradient, which is read before.
-template <Dtype G, Dtype Y>
-INLINE void step(const AdamPass &a, int32_t k, int64_t first, int64_t last, Moments &t) {
-    using Gradient = typename Element<G>::type;
-    const AdamStep s = a.steps[k];
-    const int64_t numel = last - first;
-    const Gradient *gradient = static_cast<const Gradient *>(a.grads[k]) + first;
-    const float *__restrict p = a.p + first;
-    for (int64_t i = 0; i < numel; ++i) advance_moments(s, Element<G>::load(gradient[i]), p[i], t.m[i], t.v[i]);
-    int64_t block = first / a.block_size;
-    for (int64_t i = 0; i < numel; i += a.block_size, ++block) {
-        const int64_t count = i + a.block_size < numel ? a.block_size : numel - i;
-        a.m_scales[block] = static_cast<uint8_t>(scale_for<CodesOfM>(t.m + i, count));
-        a.v_scales[block] = static_cast<uint8_t>(scale_for<CodesOfV>(t.v + i, count));
-    }
-    if (k + 1 < a.steps_count || a.l2_factor != 0.0f)
-        end_step_of_tile<false, Y>(a, s, first, last, t);
-    else
-        end_step_of_tile<true, Y>(a, s, first, last, t);
 }
 
 template <Dtype G, Dtype Y>
@@ -145,19 +137,16 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
         decode<CodesOfM>(static_cast<const int8_t *>(a.m) + begin, a.m_scales[block], numel, t.m + begin - first);
         decode<CodesOfV>(static_cast<const uint8_t *>(a.v) + begin, a.v_scales[block], numel, t.v + begin - first);
     }
-    for (int32_t k = 0; k < a.steps_count; ++k) step<G, Y>(a, k, first, last, t);
-    if (a.steps_count == 0 && a.l2_factor == 0.0f) publish<Y, kFloat32>(a, first, last, t.m, t.v);
-    end_blocks<Y, kFloat32>(a, first, last, t.m, t.v);
+    if (a.steps) step<G, Y>(a, first, last, t);
+    end_tile<Y, kFloat32>(a, first, last, t.m, t.v);
 }
 
-TILES(CLONES, _of_codes, tile)
-
-const Tile kTile[3][3] = TABLE(_of_codes);
+TILES(CLONES, AdamPass, tile_of, tile)
 
 }  // namespace codes
 }  // namespace
 
-Tile tile_of_codes(int32_t grad_dtype, int32_t published_dtype) { return codes::kTile[grad_dtype][published_dtype]; }
+Tile tile_of_codes(const AdamPass &a) { return codes::tile_of[a.grad_dtype][a.published_dtype]; }
 
 // Decodes whole blocks of m (or of v) to fp32.
 extern "C" void dsext_decode(const void *stored, const uint8_t *scales, float *out, int64_t numel, int64_t block_size,

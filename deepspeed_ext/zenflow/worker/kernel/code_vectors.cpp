@@ -80,16 +80,15 @@ INLINE_VECTORS void draw(Words keyed, Run &m_up, Run &v_up) {
     v_up = {fraction(low.of_v), fraction(high.of_v)};
 }
 
-// Decodes moments, advances them by step k, and draws the random numbers with which to round them.
+// Decodes moments, advances them, and draws the random numbers with which to round them.
 template <Dtype G>
-INLINE_VECTORS void advance_tile(const AdamPass &a, int32_t k, int64_t first, int64_t last,
-                                 Coded &t) {
-    const Step s = Step::of(a.steps[k]);
-    const auto *grads = static_cast<const typename Element<G>::type *>(a.grads[k]);
+INLINE_VECTORS void advance_tile(const AdamPass &a, int64_t first, int64_t last, Coded &t) {
+    const Step s = Step::of(a.step);
+    const auto *grads = static_cast<const typename Element<G>::type *>(a.grad);
     const auto *m_codes = static_cast<const int8_t *>(a.m);
     const auto *v_codes = static_cast<const uint8_t *>(a.v);
     const int64_t first_block = first / a.block_size;
-    Words keyed = Random::keyed(a, a.steps[k], first);
+    Words keyed = Random::keyed(a, first);
     int64_t run = 0;
     for (int64_t b = first_block; b * a.block_size < last; ++b) {
         const Floats m_unit = all(codes::scale_of(a.m_scales[b]));
@@ -176,7 +175,8 @@ INLINE_VECTORS Floats round(const Scales &scales, Floats m_up, Floats v_up, Floa
     return fused(kv, all(scales.root), product(kv, all(scales.root_rest)));
 }
 
-// Rounds the moments of a tile, and stores their codes and scales.
+// Rounds the moments of a tile, and stores their codes and scales unless it peeks.
+template <bool kPeeks>
 INLINE_VECTORS void round_tile(const AdamPass &a, int64_t first, int64_t last, Coded &t) {
     auto *m_codes = static_cast<int8_t *>(a.m) + first;
     auto *v_codes = static_cast<uint8_t *>(a.v) + first;
@@ -184,16 +184,19 @@ INLINE_VECTORS void round_tile(const AdamPass &a, int64_t first, int64_t last, C
     const int64_t first_block = first / a.block_size;
     for (int64_t b = 0; b * runs_of_block < runs; ++b) {
         const Scales scales = t.scales[b];
-        a.m_scales[first_block + b] = scales.m_stored;
-        a.v_scales[first_block + b] = scales.v_stored;
+        if (!kPeeks) {
+            a.m_scales[first_block + b] = scales.m_stored;
+            a.v_scales[first_block + b] = scales.v_stored;
+        }
         for (int64_t run = b * runs_of_block; run < (b + 1) * runs_of_block; ++run) {
             Run m = t.m[run], v = t.v[run];
             const Run m_up = t.m_up[run], v_up = t.v_up[run];
             Words m_low, m_high, v_low, v_high;
             const Floats low = round(scales, m_up.low, v_up.low, m.low, v.low, m_low, v_low);
             const Floats high = round(scales, m_up.high, v_up.high, m.high, v.high, m_high, v_high);
-            store_lower_bytes(m_codes + run * kRun, m_low, m_high, v_codes + run * kRun, v_low,
-                              v_high);
+            if (!kPeeks)
+                store_lower_bytes(m_codes + run * kRun, m_low, m_high, v_codes + run * kRun, v_low,
+                                  v_high);
             t.m[run] = m;
             t.v[run] = v;
             t.root_of_v[run] = {low, high};
@@ -201,61 +204,50 @@ INLINE_VECTORS void round_tile(const AdamPass &a, int64_t first, int64_t last, C
     }
 }
 
-// The rest of step k. y may take the place of that step's gradient, which `advance_tile` has read.
-template <Dtype Y, bool kPublishes>
-INLINE_VECTORS void update_tile(const AdamPass &a, int32_t k, int64_t first, int64_t last,
-                                const Coded &t, Sums &sums) {
-    const Step s = Step::of(a.steps[k]);
+// The rest of the step. y may take the place of the gradient, which `advance_tile` has read.
+template <Dtype Y, bool kPeeks>
+INLINE_VECTORS void update_tile(const AdamPass &a, int64_t first, int64_t last, const Coded &t) {
+    const Step s = Step::of(a.step);
     const Extrapolation e = {all(a.p_factor), all(a.m_factor)};
+    Sums sums;
     float *weights = a.p;
     auto *published = static_cast<typename Element<Y>::type *>(a.published);
     for (int64_t i = first, run = 0; i < last; i += kRun, ++run) {
-        if (kPublishes) prefetch_ahead(published, i);
+        prefetch_ahead(published, i);
         Run p = RunOf<kFloat32>::load(weights + i);
         const Run m = t.m[run], root = t.root_of_v[run];
         const Floats low = update(s, p.low, m.low, root.low);
         const Floats high = update(s, p.high, m.high, root.high);
-        RunOf<kFloat32>::store(weights + i, p);
-        if (!kPublishes) continue;
-        take_sum(t.v[run], sums.of_runs[run]);
         RunOf<Y>::store(published + i, extrapolated(e, p, m, {low, high}));
+        if (kPeeks) continue;
+        RunOf<kFloat32>::store(weights + i, p);
+        take_sum(t.v[run], sums.of_runs[run]);
     }
-}
-
-// Takes the steps from k on by the definition, which handles blocks that are not finite.
-template <Dtype G, Dtype Y>
-void take_rest(const AdamPass &a, int32_t k, int64_t first, int64_t last) {
-    AdamPass rest = a;
-    rest.steps += k, rest.grads += k, rest.steps_count -= k;
-    tile_of_codes(G, Y)(rest, first, last);
+    if (!kPeeks) store_means(a, first, last, sums);
 }
 
 template <Dtype G, Dtype Y>
 INLINE_VECTORS void tile(const AdamPass &a, int64_t first, int64_t last) {
     Coded t;
-    Sums sums;
-    for (int32_t k = 0; k < a.steps_count; ++k) {
-        advance_tile<G>(a, k, first, last, t);
-        if (!find_scales((last - first) / a.block_size, t))
-            return take_rest<G, Y>(a, k, first, last);
-        round_tile(a, first, last, t);
-        if (k + 1 < a.steps_count)
-            update_tile<Y, false>(a, k, first, last, t, sums);
-        else
-            update_tile<Y, true>(a, k, first, last, t, sums);
+    advance_tile<G>(a, first, last, t);
+    // The definition handles blocks that are not finite.
+    if (!find_scales((last - first) / a.block_size, t)) return by_definition(a, first, last);
+    if (a.peeks) {
+        round_tile<true>(a, first, last, t);
+        update_tile<Y, true>(a, first, last, t);
+    } else {
+        round_tile<false>(a, first, last, t);
+        update_tile<Y, false>(a, first, last, t);
     }
-    store_means(a, first, last, sums);
 }
 
-TILES(VECTORS, _of_codes, tile)
-
-const Tile kTile[3][3] = TABLE(_of_codes);
+TILES(VECTORS, AdamPass, tile_of, tile)
 
 }  // namespace coded
 }  // namespace vectors
 }  // namespace
 
-Tile tile_of_vectors_of_codes(int32_t grad_dtype, int32_t published_dtype) {
-    return vectors::coded::kTile[grad_dtype][published_dtype];
+Tile tile_of_vectors_of_codes(const AdamPass &a) {
+    return vectors::coded::tile_of[a.grad_dtype][a.published_dtype];
 }
 #endif

@@ -71,28 +71,11 @@ INLINE void predict(const Estimate &e, int64_t first, int64_t last) {
     });
 }
 
-#define ESTIMATE(SUFFIX, W, G) \
-    CLONES void predict_##SUFFIX(const Estimate &e, int64_t first, int64_t last) { predict<W, G>(e, first, last); }
-
-ESTIMATE(32_32, kFloat32, kFloat32)
-ESTIMATE(32_bf, kFloat32, kBFloat16)
-ESTIMATE(32_fp, kFloat32, kFloat16)
-ESTIMATE(bf_32, kBFloat16, kFloat32)
-ESTIMATE(bf_bf, kBFloat16, kBFloat16)
-ESTIMATE(bf_fp, kBFloat16, kFloat16)
-ESTIMATE(fp_32, kFloat16, kFloat32)
-ESTIMATE(fp_bf, kFloat16, kBFloat16)
-ESTIMATE(fp_fp, kFloat16, kFloat16)
-
-// Indexed by the dtypes of the weights and of gradients.
-using Run = void (*)(const Estimate &, int64_t, int64_t);
-const Run kPredict[3][3] = {{predict_32_32, predict_32_bf, predict_32_fp},
-                            {predict_bf_32, predict_bf_bf, predict_bf_fp},
-                            {predict_fp_32, predict_fp_bf, predict_fp_fp}};
+TILES(CLONES, Estimate, predict_of, predict)  // by the dtypes of the weights and of gradients
 
 }  // namespace
 
 extern "C" void dsext_predict(const Estimate *e) {
-    const Run run = kPredict[e->weights_dtype][e->grad_dtype];
+    const auto run = predict_of[e->weights_dtype][e->grad_dtype];
     for_each_tile(e->numel, e->block_size, e->threads, [&](int64_t first, int64_t last) { run(*e, first, last); });
 }

@@ -1,10 +1,10 @@
-"""Defines the contract of Lion's pass: its arrays, constants and arithmetic. Plain values, no
-torch.
+"""Defines the pass of Lion: its constants and arithmetic. Plain values; torch only inside the
+definition.
 
-Lion (Chen et al., 2023, arXiv 2302.06675) as DeepSpeed's CPU Lion computes it. Each step k of a
-pass computes, elementwise in fp32::
+Lion (Chen et al., 2023, arXiv 2302.06675) as DeepSpeed's CPU Lion computes it. A step computes,
+elementwise in fp32::
 
-    g = c_k * gradient_k
+    g = c * gradient
     p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)
     m = beta2 m + (1 - beta2) g
 
@@ -13,7 +13,7 @@ each sum, the product with m is rounded and the other product is fused with the 
 DeepSpeed's operator; so are p's two terms. On a CPU without fused multiply-add all products are
 rounded, and results differ in the last bit.
 
-After the last step, with the values of `LionPublish`::
+After it, with the value of `LionPublish`::
 
     y = p_factor p
     known[b] = mean of |m| over block b, as the bits of an fp32 number; then the block's sign bits
@@ -24,19 +24,16 @@ are zero.
 
 import ctypes
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import Array
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import Arguments, Pass, Passes, StateLayout
 
-__all__ = ["LION_STATE", "LionPass", "LionPublish", "LionStep"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-LION_STATE = StateLayout(
-    name="lion",
-    moments=(("m", "exp_avg"),),
-    per_block=("known", "int32"),
-    with_signs=True,
-    counts_updates=False,
-)
+    import torch
+
+__all__ = ["LION_STATE", "LionPublish", "LionStep"]
 
 
 def _single(value: float) -> float:
@@ -79,36 +76,83 @@ class LionPublish:
     p_factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class LionPass:
-    """One pass over one partition of n elements.
+_STEP = ("beta1", "beta1_complement", "beta2", "beta2_complement", "decay", "lr", "grad_scale")
 
-    ``p``, ``m`` (fp32 [n]) are read and written. ``published`` ([n], any floating dtype) and
-    ``known`` (int32, ``LION_STATE.per_block_width(block_size)`` for each of the ceil(n /
-    block_size) blocks) are written. ``grads`` ([n] each, all of one dtype) are read, one per step.
-    A pass without steps recomputes ``published`` and ``known``.
-    """
 
-    p: Array
-    m: Array
-    grads: tuple[Array, ...]
-    steps: tuple[LionStep, ...]
-    published: Array
-    known: Array
-    block_size: int
-    publish: LionPublish
-    peeks: bool = False
-    """Whether only ``published`` is written, as for `AdamPass`."""
+class _Arguments(Arguments):
+    """``LionPass`` of lion_pass.cpp."""
 
-    def __post_init__(self) -> None:
-        n = self.p.numel
-        assert len(self.grads) == len(self.steps), "one gradient per step"
-        assert not self.peeks or len(self.steps) == 1, "a peek has one step"
-        assert all(a.numel == n for a in (self.m, self.published, *self.grads)), (
-            "arrays of one partition"
-        )
-        assert (self.p.dtype, self.m.dtype, self.known.dtype) == ("float32", "float32", "int32")
-        assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
-        assert self.known.numel == -(-n // self.block_size) * LION_STATE.per_block_width(
-            self.block_size
-        )
+    _fields_: ClassVar = [
+        ("m", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in (*_STEP, "p_factor")),
+        ("zero", ctypes.c_uint32),
+    ]
+
+
+class LionPasses(Passes):
+    """The arithmetic of the module docstring."""
+
+    step_type = LionStep
+    function = "dsext_lion_pass"
+
+    @staticmethod
+    def arguments(work: Pass) -> Arguments:
+        found = _Arguments(m=work.state[1].address, p_factor=work.publish.p_factor)
+        if (step := work.step) is not None:
+            found.beta1, found.beta2, found.lr = step.beta1, step.beta2, step.lr
+            found.beta1_complement, found.beta2_complement = step.complements
+            found.decay, found.grad_scale = step.decay, step.grad_scale
+        return found
+
+    @staticmethod
+    def take_step(
+        state: "Sequence[torch.Tensor]",
+        grad: "torch.Tensor",
+        step: LionStep,
+        block_size: int,
+        first: int = 0,
+    ) -> None:
+        """As in the base class. fp64 holds a product of two fp32 numbers, so each sum is rounded as
+        if it were fused."""
+        p, m = state
+        weight1, weight2 = step.complements
+        g = (grad.float() * step.grad_scale).double()
+        direction = (m * step.beta1).double().add_(g, alpha=weight1)
+        update = p.new_full(p.shape, step.lr).copysign_(direction)
+        p.copy_((p.double() * step.decay).sub_(update))
+        m.copy_((m * step.beta2).double().add_(g, alpha=weight2))
+
+    @staticmethod
+    def publish(
+        publish: LionPublish,
+        state: "Sequence[torch.Tensor]",
+        block_size: int,
+        published: "torch.Tensor",
+        per_block: "torch.Tensor | None",
+    ) -> None:
+        import torch
+
+        from deepspeed_ext.zenflow.worker.kernel.definition import block_means
+
+        p, m = state
+        published.copy_(p * publish.p_factor)
+        if per_block is None:
+            return
+        known = per_block.view(-1, LION_STATE.per_block_width(block_size))
+        known[:, 0] = block_means(m.abs(), block_size).view(torch.int32)
+        signs = m.new_zeros(len(known), block_size + -block_size % 32, dtype=torch.int64)
+        rows = signs[:, :block_size].reshape(-1)
+        rows[: m.numel()] = m.signbit()
+        signs[:, :block_size] = rows.view(len(known), block_size)
+        words = signs.view(len(known), -1, 32) << torch.arange(32, device="cpu")
+        known[:, 1:] = words.sum(2).to(torch.int32)
+
+
+LION_STATE = StateLayout(
+    name="lion",
+    moments=(("m", "exp_avg"),),
+    per_block=("known", "int32"),
+    passes=LionPasses,
+    with_signs=True,
+    counts_updates=False,
+)

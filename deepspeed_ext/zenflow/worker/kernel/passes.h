@@ -1,4 +1,4 @@
-// Defines what the passes share: element types, Adam's step, tiles.
+// Defines what the passes share: element types, the dtypes of tiles, sums, and how work is divided.
 //
 // Work is divided into tiles that end at block boundaries. Every thread gets a fixed share of the
 // tiles, and threads share no sums, so results depend neither on the number of threads nor on how a
@@ -23,9 +23,15 @@
 
 extern "C" {
 
-struct AdamStep {
-    float beta1_complement, beta2, beta2_complement, eps, decay, l2, step_size, bias2_inverse, grad_scale;
-    uint32_t rounding_key;
+// The arguments that all passes have. A pass without a step only publishes; one that peeks writes only y, which is new p.
+struct Pass {
+    float *p;
+    const void *grad;
+    void *published;
+    void *per_block;  // what the estimate is made from; null: nobody reads it
+    int64_t numel, block_size;
+    int32_t grad_dtype, published_dtype, steps, peeks, threads;
+    int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
 };
 }
 
@@ -95,55 +101,24 @@ INLINE uint32_t hash(uint32_t x) {
     return x ^ x >> 16;
 }
 
-// The random bits of element i of a partition (rounding.py): the lower 16 for m, the upper 16 for v.
-INLINE uint32_t random_bits(const AdamStep &s, uint32_t i) { return hash(i + s.rounding_key); }
+typedef float Lanes __attribute__((vector_size(16)));
 
-// The moments of one element in memory: how they are rounded (rounding.py), loaded and stored.
-template <Dtype D>
-struct Moment;
-
-template <>
-struct Moment<kFloat32> : Element<kFloat32> {
-    INLINE void round(const AdamStep &, uint32_t, float &, float &) {}
-};
-
-template <>
-struct Moment<kBFloat16> : Element<kBFloat16> {
-    INLINE void round(const AdamStep &s, uint32_t i, float &m, float &v) {
-        const uint32_t random = random_bits(s, i);
-        m = up_by(m, random & 0xffffu);
-        v = up_by(v, random >> 16);
+// Sums load(0) .. load(numel - 1), 32 elements at a time in a fixed order; the compiler's own code takes as long as the
+// whole step.
+template <class Load>
+INLINE float sum(int64_t numel, const Load &load) {
+    float total = 0.0f;
+    int64_t i = 0;
+    for (; i + 32 <= numel; i += 32) {
+        float values[32];
+        for (int k = 0; k < 32; ++k) values[k] = load(i + k);
+        Lanes l[8];
+        std::memcpy(l, values, sizeof l);
+        const Lanes four = ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7]));
+        total += (four[0] + four[2]) + (four[1] + four[3]);
     }
-    // x is rounded already.
-    INLINE uint16_t store(float x) { return static_cast<uint16_t>(to_bits(x) >> 16); }
-
-  private:
-    INLINE float up_by(float x, uint32_t random) {
-        const uint32_t bits = to_bits(x), sum = (bits + random) & 0xffff0000u;
-        return from_bits((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : sum);
-    }
-};
-
-// The moments of Adam's step, before they are rounded.
-INLINE void advance_moments(const AdamStep &s, float gradient, float p, float &m, float &v) {
-    const float g = gradient * s.grad_scale + s.l2 * p;
-    m += s.beta1_complement * (g - m);
-    v = v * s.beta2 + s.beta2_complement * g * g;
-}
-
-// The rest of the step; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-INLINE float update(const AdamStep &s, float &p, float m, float v) {
-    const float inverse = 1.0f / (std::sqrt(v) * s.bias2_inverse + s.eps);
-    p = p * s.decay - s.step_size * (m * inverse);
-    return inverse;
-}
-
-// The Adam step of element `i` of a partition; returns as `update`.
-template <Dtype M>
-INLINE float advance(const AdamStep &s, float gradient, uint32_t i, float &p, float &m, float &v) {
-    advance_moments(s, gradient, p, m, v);
-    Moment<M>::round(s, i, m, v);
-    return update(s, p, m, v);
+    for (; i < numel; ++i) total += load(i);
+    return total;
 }
 
 // Fits in L1, and is small enough that reading memory and summing blocks alternate quickly: 2048
@@ -163,3 +138,22 @@ void for_each_tile(int64_t numel, int64_t block_size, int32_t threads, const Wor
 }
 
 }  // namespace
+
+// Defines TABLE[3][3], indexed by the dtypes of gradients and of what is written: functions (const WORK &, first, last)
+// that run RUN for the elements from first to last, compiled for TARGET. More template arguments of RUN may follow.
+#define TILE(TARGET, WORK, NAME, RUN, ...) \
+    TARGET void NAME(const WORK &a, int64_t first, int64_t last) { RUN<__VA_ARGS__>(a, first, last); }
+#define TILES(TARGET, WORK, TABLE, RUN, ...) \
+    TILE(TARGET, WORK, TABLE##_32_32, RUN, kFloat32, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_32_bf, RUN, kFloat32, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_32_fp, RUN, kFloat32, kFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_bf_32, RUN, kBFloat16, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_bf_bf, RUN, kBFloat16, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_bf_fp, RUN, kBFloat16, kFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_fp_32, RUN, kFloat16, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_fp_bf, RUN, kFloat16, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_fp_fp, RUN, kFloat16, kFloat16, ##__VA_ARGS__) \
+    void (*const TABLE[3][3])(const WORK &, int64_t, int64_t) = { \
+        {TABLE##_32_32, TABLE##_32_bf, TABLE##_32_fp}, \
+        {TABLE##_bf_32, TABLE##_bf_bf, TABLE##_bf_fp}, \
+        {TABLE##_fp_32, TABLE##_fp_bf, TABLE##_fp_fp}};

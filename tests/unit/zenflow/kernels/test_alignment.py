@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow import kernels
@@ -18,8 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 BLOCK = 32
-ARRAYS = {"predict": 3, "share_step": 5}
-PREPARED = {"estimates": "predict", "share_steps": "share_step"}
+PREPARED = {"estimates": "predict", "adam_steps": "adam_step"}
 
 
 def alignments(
@@ -33,11 +31,8 @@ def alignments(
         theirs = getattr(kernels, name)
 
         def call(*args: Any) -> None:
-            arrays = [
-                array
-                for array in args[: ARRAYS[name]]
-                if isinstance(array, torch.Tensor) and array.numel()
-            ]
+            state, *others = (*args[0], *args[1:3]) if name == "adam_step" else args[:3]
+            arrays = [array for array in (state, *others) if array.numel()]
             launched.add((name, launch.is_aligned(BLOCK, arrays)))
             theirs(*args)
 
@@ -53,7 +48,7 @@ def alignments(
     with ExitStack() as patches:
         for name in PREPARED:
             patches.enter_context(noted(name))
-        for name in ARRAYS:
+        for name in PREPARED.values():
             patches.enter_context(recorded(name))
         engine = make_engine(config, groups=two_groups)
         train(engine, batches(steps, dist.get_rank()))

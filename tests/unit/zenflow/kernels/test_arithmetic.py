@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.kernels import AdamConstants, definition, host, rounded
-from deepspeed_ext.zenflow.kernels.lion import define_predict_lion
-from deepspeed_ext.zenflow.kernels.rounded import define_rounded_step
+from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.definition import predict_signs
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
@@ -100,30 +101,25 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
     weights, published = (torch.rand(NUMEL).to(weights_dtype) for _ in range(2))
     grad, means = torch.randn(NUMEL), torch.rand(blocks)
     estimator = Estimator.after(step, means, BLOCK)
-    rows, p, m, v = torch.rand(4, blocks, BLOCK).unbind()
-    of_share = torch.empty_like(rows, dtype=weights_dtype)
+    rows, p, m, v = torch.rand(4, blocks * BLOCK).unbind()
     known = torch.randint(-9, 9, (2 * blocks,), dtype=torch.int32)
-    constants, of_16 = AdamConstants.of(step), [p, m.bfloat16(), v.bfloat16()]
+    of_16 = [p, m.bfloat16(), v.bfloat16()]
     of_8 = [p, m.to(torch.int8), v.to(torch.uint8), *torch.ones(2, blocks, dtype=torch.uint8)]
     return {
         "estimator": lambda: Estimator.after(step, means, BLOCK),
         "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
-        "share step": lambda: definition.share_step(p, m, v, rows, of_share, 3, constants),
-        "rounded step, 16 bits": lambda: define_rounded_step(of_16, rows, p, 3, constants),
-        "rounded step, 8 bits": lambda: define_rounded_step(of_8, rows, p, 3, constants),
-        "predict, Lion": lambda: define_predict_lion(
+        "step": lambda: AdamPasses.take_step([p, m, v], rows, step, BLOCK),
+        "step, 16 bits": lambda: AdamPasses.take_step(of_16, rows, step, BLOCK),
+        "step, 8 bits": lambda: AdamPasses.take_step(of_8, rows, step, BLOCK),
+        "predict by signs": lambda: predict_signs(
             weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK
         ),
     }
 
 
 def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
-    found, on_host = [], definition.bias_correction(step.step, AdamConstants.of(step))
-    with (
-        patch.object(host, "serves", lambda *_: False),
-        patch.object(definition, "bias_correction", lambda *_: on_host),
-        patch.object(rounded, "bias_correction", lambda *_: on_host),
-    ):
+    found = []
+    with patch.object(host, "serves", lambda *_: False):
         for name, call in parts(step, weights_dtype).items():
             with Arithmetic() as arithmetic:
                 call()
@@ -164,8 +160,8 @@ def test_others_are_found(operation: Callable[[torch.Tensor], object]) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999, 0.99999])
 def test_bias_corrections_are_those_of_fp64(beta: float) -> None:
     counts = [1, 2, 3, 10, 1000, 20_000, 3_000_000, 2**31 - 1]
-    constants = AdamConstants.of(AdamStep(1e-3, beta, beta, 1e-8, 0.0, True, 1, 1.0))
-    found = [definition.bias_correction(count, constants) for count in counts]
+    step = AdamStep(1e-3, beta, beta, 1e-8, 0.0, True, 1, 1.0)
+    found = [replace(step, step=count).corrections for count in counts]
     first, second = map(torch.tensor, zip(*found, strict=True))
     exact = torch.tensor([1.0 - beta**t for t in counts], dtype=torch.float64)
     assert torch.allclose(first.double(), exact, rtol=2**-23, atol=0)

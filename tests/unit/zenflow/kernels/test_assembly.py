@@ -8,16 +8,15 @@ from tests.support.device_kernels import ELEMENT_BYTES, TARGETS, Variant, compil
 
 ARRAYS = {
     "predict": ("weights", "published", "grad"),
-    "share_step": ("grad", "weights"),
-    "rounded_step": ("m", "v", "grad", "weights"),
-    "predict_lion": ("weights", "published", "grad"),
+    "predict_signs": ("weights", "published", "grad"),
+    "adam_step": ("grad", "weights"),
     "sums_of_squares": ("like",),
     "norms": (),
 }
 
 BY_DEFAULT = {
-    *itertools.product(("predict", "share_step"), ("sm_80", "sm_120", "gfx942")),
-    *itertools.product(("predict_lion", "rounded_step", "sums_of_squares", "norms"), ("sm_90",)),
+    *itertools.product(("predict", "adam_step"), ("sm_80", "sm_120", "gfx942")),
+    *itertools.product(("predict_signs", "sums_of_squares", "norms"), ("sm_90",)),
 }
 
 
@@ -47,18 +46,18 @@ def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(
     assert made.spilled == 0
     assert made.fused == []
     if kernel != "norms":
-        assert made.loads.count(16) >= len(ARRAYS[kernel]) - (
-            kernel in ("predict", "predict_lion", "share_step")
-        ), made.loads
+        one_is_written = kernel != "sums_of_squares"
+        assert made.loads.count(16) >= len(ARRAYS[kernel]) - one_is_written, made.loads
     if kernel not in ("sums_of_squares", "norms"):
         assert max(made.stores) == 16
     narrow = [width for width in made.stores if width < 16]
-    assert len(narrow) <= {"share_step": 0, "rounded_step": 0}.get(kernel, 1), "one short block"
+    assert len(narrow) <= (kernel != "adam_step"), "one short block"
 
 
 def test_codes_are_read_and_written_8_at_once() -> None:
     """And scales one by one."""
-    made = compiled(variant("rounded_step", m="i8", v="u8"), "sm_90")
+    dtypes = {"grad": "bf16", "weights": "bf16", "m": "i8", "v": "u8"}
+    made = compiled(Variant.of("adam_step", dtypes), "sm_90")
     assert (made.spilled, made.fused) == (0, [])
     assert sorted(made.loads) == [1, 1, 8, 8, 16, 16, 16]
     assert sorted(made.stores) == [1, 1, 8, 8, 16, 16, 16]
@@ -89,7 +88,7 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 def test_no_dtypes_and_blocks_spill(
     target: str, block: int, aligned: bool, array: str, dtype: str
 ) -> None:
-    for kernel in ("predict", "predict_lion", "share_step", "rounded_step"):
+    for kernel in ("predict", "predict_signs", "adam_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)
             assert (made.spilled, made.fused) == (0, [])

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.kernels import definition, host, launch
+from deepspeed_ext.zenflow.kernels import host, launch
+from deepspeed_ext.zenflow.worker.kernel import definition
 
 HALVES = [torch.bfloat16, torch.float16]
 NUMEL, BLOCK = 1 << 16, 32

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.kernels import definition, launch, lion, rounded
+from deepspeed_ext.zenflow.kernels import launch
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
 CODES = (torch.int8, torch.uint8)
-CONSTANTS = definition.AdamConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95)
+STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 9, 0.5)
 
 
 def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
@@ -29,17 +31,17 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
         p, m, v = torch.rand(3, numel // 32, 32).to(device)
         with patch.object(launch, "serves", launch.serves if kernels else lambda *_: False):
             launch.predict(w, y, g, inverse, 0.7, 2e-3, 32)
-            lion.predict_lion(of_lion, y, g, known, 0.07, 0.9, 1e-3, 32)
+            launch.predict_signs(of_lion, y, g, known, 0.07, 0.9, 1e-3, 32)
             rows = g[: numel // 32 * 32].view(-1, 32)
-            share = p1, m1, v1 = p.clone(), m.clone(), v.clone()
+            share = [p.clone(), m.clone(), v.clone()]
             of_share = y[: rows.numel()].view(-1, 32)
-            launch.share_step(p1, m1, v1, rows, of_share, 9, CONSTANTS)
+            launch.adam_step(share, rows, of_share, STEP)
             coded = [p.clone(), *(torch.zeros_like(rows, dtype=each) for each in CODES)]
             coded += [torch.zeros(len(p), dtype=torch.uint8, device=device) for _ in CODES]
             of_16_bits = [p.clone(), m.bfloat16(), v.bfloat16()]
             for state in (coded, of_16_bits):
-                for step in (1, 2):
-                    rounded.rounded_step(state, rows, of_share, step, CONSTANTS)
+                for number in (1, 2):
+                    launch.adam_step(state, rows, of_share, replace(STEP, step=number))
         results = (w, of_lion, *share, of_share, *coded, *of_16_bits)
         found.append([array.cpu() for array in results])
     return found

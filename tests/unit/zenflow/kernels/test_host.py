@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.kernels import definition, host, launch
+from deepspeed_ext.zenflow.kernels import host, launch
+from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
 from tests.support.same import assert_same
 

@@ -9,13 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.kernels import AdamConstants, rounded
-from deepspeed_ext.zenflow.plan.chunks import HOST_CHUNK_NUMEL
+from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.plan.rule import head_step_bytes
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, adam_pass
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamPasses
 from deepspeed_ext.zenflow.worker.kernel.codes import loaded
-from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
+from deepspeed_ext.zenflow.worker.kernel.passes import HOST_CHUNK_NUMEL
 from tests.support.meter import LiveBytes
 from tests.support.same import assert_same
 
@@ -50,9 +49,8 @@ def here_and_there(
     p, m, v = state[0].view(-1).clone(), torch.zeros(N), torch.zeros(N)
     weights = torch.empty(ROWS, BLOCK, dtype=torch.bfloat16)
     for step, grad in zip(steps, grads, strict=True):
-        constants = AdamConstants.of(step)
-        rounded.rounded_step(state, grad.view(ROWS, BLOCK), weights, step.step, constants)
-    take_steps(p, m, v, grads, steps, 0, dtype, BLOCK)
+        launch.adam_step(state, grad.view(ROWS, BLOCK), weights, step)
+        AdamPasses.take_step([p, m, v], grad, step, BLOCK, 0, dtype)
     assert torch.equal(weights.nan_to_num(), state[0].bfloat16().nan_to_num())
     here = loaded([each.view(-1) for each in state[1:3]], state[3:], BLOCK)
     return [state[0].view(-1), *here], [p, m, v]
@@ -69,26 +67,14 @@ def test_moments_are_rounded_as_by_the_worker(dtype: str) -> None:
 
 
 @of_both
-def test_a_step_is_the_workers_but_for_last_bits(dtype: str) -> None:
-    """A value may lie on the other side of a random threshold. p follows from the rounded
-    moments."""
-    steps = [replace(TRAINS, step=each) for each in (1, 2, 3)]
-    grads = [torch.randn(N, generator=torch.Generator().manual_seed(each)) for each in range(3)]
-    here, there = here_and_there(dtype, steps, grads)
-    same = (here[1] == there[1]) & (here[2] == there[2])
-    assert same.float().mean() > 0.99
-    torch.testing.assert_close(here[0][same], there[0][same], rtol=1e-5, atol=1e-6)
-
-
-@of_both
 def test_chunks_do_not_matter(dtype: str) -> None:
     found = []
     for numel in (1 << 22, 5 * BLOCK):
-        with patch.object(rounded, "ROUNDED_CHUNK_NUMEL", numel):
+        with patch.object(adam_pass, "ROUNDED_CHUNK_NUMEL", numel):
             state, weights = state_of(dtype), torch.empty(ROWS, BLOCK)
             for t in (1, 2):
-                grad, constants = wide(t).view(ROWS, BLOCK), AdamConstants.of(TRAINS)
-                rounded.rounded_step(state, grad, weights, t, constants)
+                step = replace(TRAINS, step=t)
+                launch.adam_step(state, wide(t).view(ROWS, BLOCK), weights, step)
         found.append([*state, weights])
     assert_same(*found)
 
@@ -97,11 +83,11 @@ def test_chunks_do_not_matter(dtype: str) -> None:
 def test_torch_operations_take_the_memory_that_the_plan_says(dtype: str) -> None:
     rows = HOST_CHUNK_NUMEL // BLOCK
     state, grad = state_of(dtype, rows), torch.ones(rows, BLOCK)
-    weights, constants = torch.empty(rows, BLOCK), AdamConstants.of(TRAINS)
+    weights = torch.empty(rows, BLOCK)
     planned = head_step_bytes(rows * BLOCK, BLOCK, replace(ADAM_STATE, moment_dtype=dtype))
     meter = LiveBytes()
     meter.watch(*state, grad, weights)
     held = sum(meter.live.values())
     with meter:
-        rounded.define_rounded_step(state, grad, weights, 1, constants)
+        launch.adam_step(state, grad, weights, TRAINS)
     assert 0.95 * planned < meter.peak["total"] - held <= planned

@@ -4,6 +4,7 @@ up: what would be compiled and launched is only counted."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from deepspeed_ext.zenflow.kernels import definition, device, launch, lion, prepare, rounded
+from deepspeed_ext.zenflow.kernels import device, launch, prepare
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep
 
 BACKENDS = {
     "sm_90": make_backend(GPUTarget("cuda", 90, 32)),
@@ -78,12 +80,14 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
 ) -> None:
     """Lengths, offsets and numbers are all different, 1 and multiples of 16 among them: one variant
     for each kernel's dtypes and alignment, and the engine's start has made them all."""
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    cpu, bf16, both = torch.device("cpu"), torch.bfloat16, [True, False]
+    inverse = torch.ones(prepare.PREPARED_NUMEL // 32)
+    of_codes = replace(ADAM_STATE, moment_dtype="int8")
     prepared = [
         *prepare.norms(cpu, [bf16]),
-        *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True, False]),
-        *prepare.share_steps(cpu, 32, bf16, bf16, [True, False]),
-        *rounded.rounded_steps(cpu, 32, "int8", bf16, bf16, [True, False]),
+        *prepare.estimates(launch.predict, (1.0, 0.0), inverse, 32, [bf16] * 3, both),
+        *prepare.adam_steps(cpu, 32, ADAM_STATE, [bf16] * 2, both),
+        *prepare.adam_steps(cpu, 32, of_codes, [bf16] * 2, both),
     ]
     prepare.prepare(cpu, 32, prepared, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
@@ -104,14 +108,11 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         launch.norms([grad for *_, grad in arrays])
         for (weights, published, _, grad), estimator in zip(arrays, estimators, strict=True):
             estimator.predict(weights, published, grad, scale, 1.0 if step == 2 else 1e-3)
-        constants = definition.AdamConstants(
-            scale, 1e-3 / step, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 1.0 - 1e-4 / step, 0.9, 0.95
-        )
-        p, m, v = state
+        constants = AdamStep(1e-3 / step, 0.9, 0.95, 1e-8, 0.1, True, step, scale)
         for first in (0, 5):
             grad, weights = (flat(160, first).view(5, 32) for _ in range(2))
-            launch.share_step(p, m, v, grad, weights, step, constants)
-            rounded.rounded_step([p, *coded], grad, weights, step, constants)
+            launch.adam_step(list(state), grad, weights, constants)
+            launch.adam_step([state[0], *coded], grad, weights, constants)
     assert recorded.launches - before == 50 * (2 + 5 + 2 + 2)
     assert recorded.keys == expected
     assert len(launch.variants()) == 8
@@ -119,7 +120,9 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    calls = lion.estimates(cpu, 32, bf16, bf16, bf16, [True, False])
+    known = torch.zeros(prepare.PREPARED_NUMEL // 32 * 2, dtype=torch.int32)
+    numbers, both = (0.0, 0.9, 0.0), [True, False]
+    calls = prepare.estimates(launch.predict_signs, numbers, known, 32, [bf16] * 3, both)
     prepare.prepare(cpu, 32, calls, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [2, 2], "aligned and not"
@@ -127,7 +130,7 @@ def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded)
         weights, published, grad = (flat(numel, first + offset) for offset in (0, 8, 16))
         known = torch.zeros(-(-numel // 32) * 2, dtype=torch.int32)
         for scale in (1.0, 0.07):
-            lion.predict_lion(weights, published, grad, known, scale, 0.9, 1.0, 32)
+            launch.predict_signs(weights, published, grad, known, scale, 0.9, 1.0, 32)
     assert recorded.launches == 2 + 10
     assert recorded.keys == expected
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.kernels import definition, host, launch, prepare
+from deepspeed_ext.zenflow.kernels import host, launch, prepare
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
 from tests.support.ranks import on_sim
 from tests.support.same import assert_same
 
@@ -31,10 +31,9 @@ def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
     p, m, v = torch.ones(3, numel // BLOCK, BLOCK, device=device).unbind()
     rows, of_share = grad.view(-1, BLOCK), weights.view(-1, BLOCK)
-    constants = definition.AdamConstants.of(STEP)
     return {
         "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
-        "share step": lambda: launch.share_step(p, m, v, rows, of_share, 3, constants),
+        "share step": lambda: launch.adam_step([p, m, v], rows, of_share, STEP),
     }
 
 
@@ -126,7 +125,7 @@ def test_a_share_step_ignores_chunks() -> None:
             p, m, v = state = torch.rand(3, 20, 8, generator=generator)
             grad = torch.randn(20, 8, generator=generator).bfloat16()
             weights = torch.empty_like(grad)
-            launch.share_step(p, m, v, grad, weights, 7, definition.AdamConstants.of(STEP))
+            launch.adam_step([p, m, v], grad, weights, STEP)
             assert_same(p.bfloat16(), weights, "weights")
             found.append(state)
     assert_same(found[0], found[1], "p, m, v")

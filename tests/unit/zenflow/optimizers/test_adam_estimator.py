@@ -14,9 +14,9 @@ import torch
 
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
-from tests.support.kernels import DTYPES, KERNELS, array, make_kernel
+from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass
 from tests.support.same import assert_same
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
@@ -70,8 +70,8 @@ def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel:
     grad[::2] = -0.1 * p[::2]
     m, v, means, published = torch.zeros(n), torch.zeros(n), torch.zeros(n // block), torch.zeros(n)
     publish = publish_ahead(step)
-    arrays = (array(p), array(m), array(v), (array(grad),), (step,), array(published), array(means))
-    make_kernel(kernel).run(AdamPass(*arrays, block, publish))
+    tensors = {"p": p, "m": m, "v": v, "y": published, "block_means": means}
+    make_kernel(kernel).run(make_pass(tensors, block, publish, grad, step))
     far = lr * 2  # as far as Adam goes in the update and the one ahead
     assert float((published - p).abs().max()) < far + publish.l2_bound
     # The rest of the estimate: the gradient that comes,
@@ -88,7 +88,7 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     means[3] = 0.0  # a block that has never had a gradient: division by eps
     published, whole, cut = torch.zeros(3, n)
     Estimator(means, block, 1.0, 1e-8).predict(whole, published, grad, 1.0, 1.0)
-    monkeypatch.setattr("deepspeed_ext.zenflow.kernels.definition._CHUNK_NUMEL", {"cpu": 100})
+    monkeypatch.setattr("deepspeed_ext.zenflow.worker.kernel.definition._CHUNK_NUMEL", {"cpu": 100})
     Estimator(means, block, 1.0, 1e-8).predict(cut, published, grad, 1.0, 1.0)
     assert_same(whole, cut, "weights")
     assert whole.abs().max() == 4.5
@@ -157,14 +157,8 @@ class Simulation:
         self.kernel = ReferenceKernel(1)
 
     def _carry_out(self, grad: torch.Tensor, step: AdamStep) -> None:
-        arrays = [
-            Array(t.data_ptr(), "float32", t.numel())
-            for t in (self.p, self.m, self.v, self.y, self.means)
-        ]
-        p, m, v, y, means = arrays
-        grads = (Array(grad.data_ptr(), "float32", grad.numel()),)
-        publish = publish_ahead(step)
-        self.kernel.run(AdamPass(p, m, v, grads, (step,), y, means, self.block, publish))
+        tensors = {"p": self.p, "m": self.m, "v": self.v, "y": self.y, "block_means": self.means}
+        self.kernel.run(make_pass(tensors, self.block, publish_ahead(step), grad, step))
         self.known_t = step.step
 
     def _receive(self) -> None:

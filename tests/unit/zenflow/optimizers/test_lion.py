@@ -8,11 +8,11 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.kernels import lion as kernels
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
-from deepspeed_ext.zenflow.worker.kernel import LionStep
+from deepspeed_ext.zenflow.worker.kernel import definition
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 from tests.support.same import assert_same
 
 STEP = LionStep(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=3, grad_scale=0.5)
@@ -60,9 +60,9 @@ def test_the_estimate_does_not_depend_on_chunks(
     known[:, 0] = torch.rand(32, generator=g).view(torch.int32)
     results = []
     for numel in (1 << 17, chunk):
-        monkeypatch.setitem(kernels.launch.definition._CHUNK_NUMEL, "cpu", numel)
+        monkeypatch.setitem(definition._CHUNK_NUMEL, "cpu", numel)
         weights = torch.empty_like(y)
-        kernels.define_predict_lion(weights, y, grad, known.view(-1), 0.1, 0.9, 1e-2, 32)
+        definition.predict_signs(weights, y, grad, known.view(-1), 0.1, 0.9, 1e-2, 32)
         results.append(weights)
     assert_same(*results)
     assert set((results[0].float() - y.float()).sign().tolist()) == {-1.0, 1.0}

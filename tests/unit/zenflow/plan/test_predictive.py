@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 NUMEL, BLOCKS = 3 * 32 + 5, 4
 

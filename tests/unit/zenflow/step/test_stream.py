@@ -15,7 +15,7 @@ from deepspeed_ext.zenflow.step import stream
 from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
 from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results
-from deepspeed_ext.zenflow.worker.messages import PartitionPass, Span
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 SIZE, NUMELS = 4, (8, 6)
 """Elements of a chunk, and of each partition."""
@@ -63,7 +63,7 @@ class Run:
     def step(self) -> None:
         self.courier.sent.clear()
         self.stream.expect([0, 1])
-        tasks = [PartitionPass(index, (0,), steps=(), publish=ANY) for index in (0, 1)]
+        tasks = [WorkerTask(index, 0, ANY) for index in (0, 1)]
         self.stream.depart(tasks, publishes=True)
         self.stream.follow()
 

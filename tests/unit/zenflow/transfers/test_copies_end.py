@@ -25,7 +25,8 @@ from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.worker.messages import ArenaTouch, PartitionPass, Publish
+from deepspeed_ext.zenflow.worker.kernel import Publish
+from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import Linears, batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
@@ -146,7 +147,7 @@ def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, fl
     train(engine, [rows] * 2)
     adam = engine.optimizer.host_optimizer
     if dist.get_rank() == 0:
-        publish = PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)
+        publish = WorkerTask(0, 0, Publish.exact(1.0, 1e-8))
         for _ in range(10_000):
             adam.link.process.submit([publish])
     begin = time.monotonic()

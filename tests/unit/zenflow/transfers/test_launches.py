@@ -14,10 +14,11 @@ import torch
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, Chunks, chunk_numel, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, Chunks, chunk_numel
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results
+from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from tests.simulated.overlap import WIDTH, Layers
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks

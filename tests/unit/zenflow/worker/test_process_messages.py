@@ -54,7 +54,7 @@ def test_one_wait_covers_all_submissions() -> None:
         arena.tensor("m").fill_(1.0)
         # p and the gradient, whose place y takes, stay zero: the learning rate is zero
         for _ in range(3):
-            process.submit([replace(PASS, steps=(replace(STEP, lr=0.0),))])
+            process.submit([replace(PASS, step=replace(STEP, lr=0.0))])
         assert process.wait().number == 3
         assert torch.allclose(arena.tensor("m"), torch.tensor(0.9**3))
         assert torch.equal(arena.tensor("p"), zeros)
@@ -159,7 +159,7 @@ def submit_and_wait(process: OptimizerProcess, task: WorkerTask) -> None:
 def test_work_that_could_not_be_sent_is_not_awaited() -> None:
     with running(timeout_seconds=5.0) as (_, process):
         with pytest.raises(Exception, match="pickle"):
-            process.submit([replace(PASS, slots=threading.Lock())])  # type: ignore[arg-type]
+            process.submit([replace(PASS, slot=threading.Lock())])  # type: ignore[arg-type]
         assert process.wait().number == 0
         process.submit([PASS])
         assert process.wait().number == 1
@@ -170,7 +170,7 @@ def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
         with pytest.raises(
             WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"
         ):
-            submit_and_wait(process, replace(PASS, slots=(7,)))
+            submit_and_wait(process, replace(PASS, slot=7))
         assert gone(process.pid)
 
 
@@ -229,11 +229,12 @@ os.close(0)  # as a job without stdin
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, Patience
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p", "float32", 5)])
 arena = Arena.create(layout)
-plan = WorkerPlan(layout, 32, None, 1, {library!r})
+plan = WorkerPlan(layout, ADAM_STATE, 32, None, 1, {library!r})
 process = OptimizerProcess(arena, plan, rank=0, timeout_seconds=60.0)
 process._timeout_seconds = 1.0  # of what follows, not of the start
 for number in range(2):

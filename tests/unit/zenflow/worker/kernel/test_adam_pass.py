@@ -19,16 +19,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Publish, reference
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish, reference
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
 from tests.perf import bench_cpu_adam
-from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
+from tests.support.kernels import DTYPES, KERNELS, LIBRARY, make_kernel, make_pass, needs_native
 from tests.support.same import assert_same
 
 MOMENTS = ["float32", "bfloat16"]
 
 
+PLAIN = (1.0, 0.0, 0.0, 0.0)
+
+
 class Problem:
-    """The tensors of one partition; `make_pass` describes what to do with them."""
+    """The tensors of one partition, and gradients for it."""
 
     def __init__(
         self,
@@ -40,44 +44,38 @@ class Problem:
         moments: str = "float32",
     ) -> None:
         g = torch.Generator().manual_seed(n + steps)
-        self.first = 0
-        self.p = torch.randn(n, generator=g) * 0.1
-        self.m = (torch.randn(n, generator=g) * 1e-3).to(DTYPES[moments])
-        self.v = (torch.rand(n, generator=g) * 1e-4).to(DTYPES[moments])
+        self.block = block
+        self.found = {
+            "p": torch.randn(n, generator=g) * 0.1,
+            "m": (torch.randn(n, generator=g) * 1e-3).to(DTYPES[moments]),
+            "v": (torch.rand(n, generator=g) * 1e-4).to(DTYPES[moments]),
+            "y": torch.zeros(n, dtype=DTYPES[publish_dtype]),
+            "block_means": torch.zeros(-(-n // block)),
+        }
         self.grads = [
             (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)
         ]
-        self.published = torch.zeros(n, dtype=DTYPES[publish_dtype])
-        self.means = torch.zeros(-(-n // block))
-        self.block = block
 
-    def make_pass(
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.found[name]
+
+    def run(
         self,
+        kernel: Kernel,
         steps: list[AdamStep],
-        publish: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0),
-    ) -> AdamPass:
-        bias2, eps = (steps[-1].bias_correction2_sqrt, steps[-1].eps) if steps else (1.0, 1e-8)
-        return AdamPass(
-            p=array(self.p),
-            m=array(self.m),
-            v=array(self.v),
-            grads=tuple(map(array, self.grads[: len(steps)])),
-            steps=tuple(steps),
-            published=array(self.published),
-            block_means=array(self.means),
-            block_size=self.block,
-            publish=Publish(*publish, bias2, eps),
-            first=self.first,
-        )
-
-    def results(self) -> dict[str, torch.Tensor]:
-        return {
-            "p": self.p,
-            "m": self.m,
-            "v": self.v,
-            "published": self.published,
-            "means": self.means,
-        }
+        publish: tuple[float, float, float, float] = PLAIN,
+        part: tuple[int, int] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """A pass for each of `steps`; only the last publishes as `publish` says. Without any, one
+        that only publishes."""
+        for number, (step, grad) in enumerate(zip(steps, self.grads, strict=False), start=1):
+            how = Publish(
+                *(publish if number == len(steps) else PLAIN), step.bias_correction2_sqrt, step.eps
+            )
+            kernel.run(make_pass(self.found, self.block, how, grad, step, part))
+        if not steps:
+            kernel.run(make_pass(self.found, self.block, Publish(*publish, 1.0, 1e-8), part=part))
+        return self.found
 
 
 def adam_steps(
@@ -89,32 +87,27 @@ def adam_steps(
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("l2", [0.0, 1e-3], ids=["plain", "l2"])
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     ("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")]
 )
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_y_in_the_place_of_the_newest_gradient_is_the_same_to_the_bit(
-    kernel: str, grad: str, y: str, count: int, l2: float, moments: str
+def test_y_in_the_place_of_the_gradient_is_the_same_to_the_bit(
+    kernel: str, grad: str, y: str, l2: float, moments: str
 ) -> None:
-    apart, in_place = (Problem(5003, count, grad, y, moments=moments) for _ in range(2))
-    in_place.published = in_place.grads[-1].view(DTYPES[y])
-    others = [each.clone() for each in in_place.grads[:-1]]
+    apart, in_place = (Problem(5003, 1, grad, y, moments=moments) for _ in range(2))
+    in_place.found["y"] = in_place.grads[0].view(DTYPES[y])
     for problem in (apart, in_place):
-        make_kernel(kernel, threads=3).run(
-            problem.make_pass(adam_steps(count), (0.99, 1e-3, l2, 1e-4))
-        )
-    assert not torch.equal(apart.grads[-1].view(DTYPES[y]), apart.published)
-    assert_same(apart.results(), in_place.results(), "in place")
-    assert_same(others, in_place.grads[:-1], "other gradients")
+        problem.run(make_kernel(kernel, threads=3), adam_steps(1), (0.99, 1e-3, l2, 1e-4))
+    assert not torch.equal(apart.grads[0].view(DTYPES[y]), apart["y"])
+    assert_same(apart.found, in_place.found, "in place")
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_are_those_of_torch_optim(kernel: str, decoupled: bool) -> None:
     problem = Problem(1000, steps=5, grad_dtype="float32")
-    problem.m.zero_(), problem.v.zero_()
-    parameter = problem.p.clone().requires_grad_()
+    problem["m"].zero_(), problem["v"].zero_()
+    parameter = problem["p"].clone().requires_grad_()
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = kind([parameter], betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
     steps = adam_steps(5, decoupled=decoupled)
@@ -123,27 +116,26 @@ def test_steps_are_those_of_torch_optim(kernel: str, decoupled: bool) -> None:
         parameter.grad = grad * step.grad_scale
         optimizer.step()
 
-    make_kernel(kernel).run(problem.make_pass(steps))
-
-    state = optimizer.state[parameter]
+    found, state = problem.run(make_kernel(kernel), steps), optimizer.state[parameter]
     # fp32 rounding of a handful of operations a step, in another order (fused multiply-adds).
-    torch.testing.assert_close(problem.p, parameter.detach(), rtol=2e-6, atol=1e-8)
-    torch.testing.assert_close(problem.m, state["exp_avg"], rtol=2e-6, atol=1e-10)
-    torch.testing.assert_close(problem.v, state["exp_avg_sq"], rtol=2e-6, atol=1e-14)
+    torch.testing.assert_close(found["p"], parameter.detach(), rtol=2e-6, atol=1e-8)
+    # the terms of m may cancel: an ulp of them
+    torch.testing.assert_close(found["m"], state["exp_avg"], rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(found["v"], state["exp_avg_sq"], rtol=2e-6, atol=1e-14)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_without_bias_correction_moments_are_used_as_they_are(kernel: str) -> None:
     problem = Problem(1000, steps=3, grad_dtype="float32")
-    problem.m.zero_(), problem.v.zero_()
-    p, m, v = problem.p.double(), problem.m.double(), problem.v.double()
+    problem["m"].zero_(), problem["v"].zero_()
+    p, m, v = (problem[name].double() for name in "pmv")
     steps = adam_steps(3, bias_correction=False)
     for step, grad in zip(steps, problem.grads, strict=True):
         g = grad.double() * step.grad_scale
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         p = p * (1 - step.lr * 0.1) - step.lr * m / (v.sqrt() + step.eps)
-    make_kernel(kernel).run(problem.make_pass(steps))
-    torch.testing.assert_close(problem.p, p.float(), rtol=2e-6, atol=1e-8)
+    problem.run(make_kernel(kernel), steps)
+    torch.testing.assert_close(problem["p"], p.float(), rtol=2e-6, atol=1e-8)
 
 
 @needs_native
@@ -152,20 +144,15 @@ def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str
     problems = [Problem(5003, 3, grad_dtype, publish_dtype) for _ in range(2)]
     for problem, kernel in zip(problems, ("native", "reference"), strict=True):
         for decoupled in (True, False):
-            make_kernel(kernel).run(
-                problem.make_pass(adam_steps(3, decoupled=decoupled), (0.99, 1e-3, 1e-5, 2e-4))
-            )
+            steps = adam_steps(3, decoupled=decoupled)
+            problem.run(make_kernel(kernel), steps, (0.99, 1e-3, 1e-5, 2e-4))
     native, reference = problems
-    for name in ("p", "m", "v", "means"):
-        torch.testing.assert_close(
-            getattr(native, name), getattr(reference, name), rtol=5e-6, atol=1e-8
-        )
+    for name in ("p", "m", "v", "block_means"):
+        torch.testing.assert_close(native[name], reference[name], rtol=5e-6, atol=1e-8)
     # One unit in the last place of the published type:
     # the fp32 values may lie on either side of a tie.
     ulp = {"float32": 5e-6, "bfloat16": 2**-7, "float16": 2**-10}[publish_dtype]
-    torch.testing.assert_close(
-        native.published.float(), reference.published.float(), rtol=ulp, atol=1e-6
-    )
+    torch.testing.assert_close(native["y"].float(), reference["y"].float(), rtol=ulp, atol=1e-6)
 
 
 @needs_native
@@ -176,58 +163,35 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     problem = Problem(2**16, 1, dtype, "float32")
     problem.grads = [patterns.view(DTYPES[dtype])]
-    problem.m.zero_()
+    problem["m"].zero_()
     step = AdamStep(0.0, 0.0, 0.5, 1.0, 0.0, True, 1, 1.0)  # beta1 = 0: m becomes the gradient
-    make_kernel("native").run(problem.make_pass([step]))
+    problem.run(make_kernel("native"), [step])
     finite = problem.grads[0].isfinite()
-    assert torch.equal(problem.m[finite], problem.grads[0].float()[finite])
+    assert torch.equal(problem["m"][finite], problem.grads[0].float()[finite])
 
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
     values = torch.cat([bits.to(torch.int32).view(torch.float32), problem.grads[0].float()])
     values = values[~values.isinf()]  # y of an infinite p is inf - 0 inf
     written = Problem(values.numel(), 0, dtype, dtype)
-    written.p.copy_(values), written.m.zero_()
-    make_kernel("native").run(written.make_pass([]))
+    written["p"].copy_(values), written["m"].zero_()
+    written.run(make_kernel("native"), [])
     torch.testing.assert_close(
-        written.published, values.to(DTYPES[dtype]), rtol=0, atol=0, equal_nan=True
+        written["y"], values.to(DTYPES[dtype]), rtol=0, atol=0, equal_nan=True
     )
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str, moments: str) -> None:
-    n, block = 10_007, 32
-    whole = Problem(n, 4, moments=moments)
-    make_kernel(kernel).run(whole.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0)))
+    n, block, steps, publish = 10_007, 32, adam_steps(2, 7), (0.99, 1e-3, 0.0, 0.0)
+    whole = Problem(n, 2, moments=moments).run(make_kernel(kernel), steps, publish)
     for threads in (2, 3):
-        again = Problem(n, 4, moments=moments)
-        make_kernel(kernel, threads).run(again.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0)))
-        assert_same(whole.results(), again.results(), f"with {threads} threads")
-    cut = Problem(n, 4, moments=moments)
-    full = cut.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0))
-    bounds = [0, block, 96 * block, 97 * block, n]
-    for first, last in itertools.pairwise(bounds):
-        piece = Problem(n, 4)
-        for name in ("p", "m", "v", "published"):
-            setattr(piece, name, getattr(cut, name)[first:last])
-        piece.grads = [g[first:last] for g in cut.grads]
-        piece.means = cut.means[first // block : -(-last // block)]
-        piece.first = first
-        make_kernel(kernel).run(piece.make_pass(list(full.steps), (0.99, 1e-3, 0.0, 0.0)))
-    assert_same(whole.results(), cut.results(), "in pieces")
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_one_pass_of_s_steps_equals_s_passes(kernel: str, moments: str) -> None:
-    together, apart = (Problem(3001, 4, moments=moments) for _ in range(2))
-    steps = adam_steps(4, 3)
-    make_kernel(kernel).run(together.make_pass(steps, (0.99, 1e-3, 0.0, 0.0)))
-    grads = apart.grads
-    for step, grad in zip(steps, grads, strict=True):
-        apart.grads = [grad]
-        make_kernel(kernel).run(apart.make_pass([step], (0.99, 1e-3, 0.0, 0.0)))
-    assert_same(together.results(), apart.results())
+        again = Problem(n, 2, moments=moments).run(make_kernel(kernel, threads), steps, publish)
+        assert_same(whole, again, f"with {threads} threads")
+    cut = Problem(n, 2, moments=moments)
+    for part in itertools.pairwise([0, block, 96 * block, 97 * block, n]):
+        cut.run(make_kernel(kernel), steps, publish, part)
+    assert_same(whole, cut.found, "in pieces")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -237,14 +201,19 @@ def test_publishing_again_gives_the_same_bits(
     kernel: str, publish_dtype: str, moments: str
 ) -> None:
     """A resumed run recomputes y and the block means from p, m, v: they must be those of the pass
-    that made p, m, v."""
-    problem = Problem(3001, 2, publish_dtype=publish_dtype, moments=moments)
-    full = problem.make_pass(adam_steps(2, 3), (0.99, 1e-3, 1e-5, 2e-4))
-    make_kernel(kernel).run(full)
-    expected = copy.deepcopy(problem.results())
-    problem.published.zero_(), problem.means.zero_()
-    make_kernel(kernel).run(replace(full, grads=(), steps=()))
-    assert_same(expected, problem.results())
+    that made p, m, v. Means that nobody reads are not written."""
+    problem, (step,) = Problem(3001, 1, publish_dtype=publish_dtype, moments=moments), adam_steps(1)
+    publish = Publish(0.99, 1e-3, 1e-5, 2e-4, step.bias_correction2_sqrt, step.eps)
+    runs, others = make_kernel(kernel), {**problem.found, "y": problem["y"].clone()}
+    runs.run(make_pass(problem.found, 32, publish, problem.grads[0], step))
+    expected = copy.deepcopy(problem.found)
+    problem["y"].zero_(), problem["block_means"].zero_()
+    del others["block_means"]
+    runs.run(make_pass(others, 32, publish))
+    assert_same(expected["y"], others["y"])
+    assert not problem["block_means"].any()
+    runs.run(make_pass(problem.found, 32, publish))
+    assert_same(expected, problem.found)
 
 
 @needs_native
@@ -253,11 +222,11 @@ def test_the_l2_term_is_bounded_also_beside_a_nan() -> None:
     up. In other blocks they move down by their own terms, and by the bound where that is
     smaller."""
     problem, bound = Problem(96, 0, publish_dtype="float32"), 2e-4
-    problem.p.abs_()
-    problem.p[:2] = torch.tensor([10.0, -10.0])
-    problem.v[40] = torch.nan
-    make_kernel("native").run(problem.make_pass([], (1.0, 0.0, 1e-6, bound)))
-    moved = problem.published - problem.p
+    problem["p"].abs_()
+    problem["p"][:2] = torch.tensor([10.0, -10.0])
+    problem["v"][40] = torch.nan
+    problem.run(make_kernel("native"), [], (1.0, 0.0, 1e-6, bound))
+    moved = problem["y"] - problem["p"]
     assert moved.isnan().nonzero().tolist() == [[40]]
     assert moved[:2].tolist() == pytest.approx([-bound, bound], rel=0.01)
     assert torch.cat([moved[32:40], moved[41:64]]).tolist() == pytest.approx([bound] * 31, rel=1e-3)
@@ -276,9 +245,10 @@ def test_no_element_needs_a_call() -> None:
 @given(n=st.integers(0, 700), block=st.integers(1, 300))
 def test_block_means_are_those_of_torch(kernel: str, n: int, block: int) -> None:
     problem = Problem(n, 1, block=block)
-    make_kernel(kernel).run(problem.make_pass(adam_steps(1)))
-    expected = torch.stack([b.mean() for b in problem.v.split(block)]) if n else problem.v
-    torch.testing.assert_close(problem.means, expected, rtol=1e-5, atol=1e-12)
+    problem.run(make_kernel(kernel), adam_steps(1))
+    v, means = problem["v"], problem["block_means"]
+    expected = torch.stack([b.mean() for b in v.split(block)]) if n else v
+    torch.testing.assert_close(means, expected, rtol=1e-5, atol=1e-12)
 
 
 def test_without_a_library_the_reference_runs(tmp_path) -> None:
@@ -306,18 +276,18 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)
     all_in_a_chunk, limits = threading.Barrier(threads), []
-    steps = reference._steps
+    take_step = AdamPasses.take_step
 
-    def step_together(*args: Any) -> Any:
+    def step_together(*args: Any) -> None:
         limits.append(torch.get_num_threads())
         all_in_a_chunk.wait(timeout=60)
-        return steps(*args)
+        take_step(*args)
 
-    monkeypatch.setattr(reference, "_steps", step_together)
+    monkeypatch.setattr(AdamPasses, "take_step", step_together)
     try:
         torch.set_num_threads(2)
         kernel = reference.ReferenceKernel(threads, chunk_numel=64)
-        kernel.run(problem.make_pass(adam_steps(1)))
+        problem.run(kernel, adam_steps(1))
         with ThreadPoolExecutor(1) as another:
             seen = (torch.get_num_threads(), another.submit(torch.get_num_threads).result())
     finally:

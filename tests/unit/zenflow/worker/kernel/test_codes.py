@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
-from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel, take_steps
-from tests.support.kernels import KERNELS, array, make_kernel, needs_native
+from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
+from tests.support.kernels import KERNELS, array, make_kernel, make_pass, needs_native
 from tests.support.same import assert_same
 
 KEEPS = AdamStep(
@@ -37,7 +39,7 @@ class State:
     def __post_init__(self) -> None:
         blocks = -(-self.n // self.block)
         p = torch.randn(self.n, generator=torch.Generator().manual_seed(1))
-        self.found = {"p": p, "y": torch.zeros(self.n), "means": torch.zeros(blocks)}
+        self.found = {"p": p, "y": torch.zeros(self.n), "block_means": torch.zeros(blocks)}
         self.found |= {
             "m": torch.zeros(self.n, dtype=torch.int8),
             "v": torch.zeros(self.n, dtype=torch.uint8),
@@ -48,46 +50,15 @@ class State:
 
     def run(
         self,
-        kernel: object,
+        kernel: Kernel,
         grads: list[torch.Tensor],
         steps: tuple[AdamStep, ...],
         l2: float = 0.0,
+        **how: Any,
     ) -> State:
-        return self.run_part(kernel, grads, steps, 0, self.n, 0, l2)
-
-    def run_part(
-        self,
-        kernel: object,
-        grads: list[torch.Tensor],
-        steps: tuple[AdamStep, ...],
-        begin: int,
-        end: int,
-        first: int,
-        l2: float = 0.0,
-    ) -> State:
-        of_blocks = slice(begin // self.block, -(-end // self.block))
-        each = {
-            name: array(values[begin:end]) for name, values in self.found.items() if name in "pmvy"
-        }
-        means, *scales = (
-            array(self.found[name][of_blocks]) for name in ("means", "m_scales", "v_scales")
-        )
-        publish = Publish(0.99, 1e-3, l2, 2e-4, steps[-1].bias_correction2_sqrt, steps[-1].eps)
-        kernel.run(  # type: ignore[attr-defined]
-            AdamPass(
-                each["p"],
-                each["m"],
-                each["v"],
-                tuple(array(grad[begin:end]) for grad in grads),
-                steps,
-                each["y"],
-                means,
-                self.block,
-                publish,
-                first + begin,
-                (scales[0], scales[1]),
-            )
-        )
+        for grad, step in zip(grads, steps, strict=True):
+            publish = Publish(0.99, 1e-3, l2, 2e-4, step.bias_correction2_sqrt, step.eps)
+            kernel.run(make_pass(self.found, self.block, publish, grad, step, **how))
         return self
 
     def moments(self) -> list[torch.Tensor]:
@@ -236,8 +207,8 @@ def test_both_kernels_write_the_same_codes(n: int, block: int) -> None:
     for steps in ((KEEPS,), (replace(KEEPS, step=9), replace(KEEPS, step=2**33 + 1))):
         found = []
         for kernel in ("native", "reference"):
-            made = State(n, block).run_part(
-                make_kernel(kernel), [grad] * len(steps), steps, 0, n, 3 * block
+            made = State(n, block).run(
+                make_kernel(kernel), [grad] * len(steps), steps, first=3 * block
             )
             found.append({name: made.found[name] for name in ("m", "v", "m_scales", "v_scales")})
         assert_same(*found)
@@ -263,7 +234,8 @@ def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(block: int, 
         torch.testing.assert_close(
             native.found[name][same], reference.found[name][same], rtol=5e-6, atol=1e-6
         )
-    torch.testing.assert_close(native.found["means"], reference.found["means"], rtol=2e-2, atol=0)
+    means = (each.found["block_means"] for each in (native, reference))
+    torch.testing.assert_close(*means, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -274,7 +246,7 @@ def test_neither_threads_nor_pieces_matter(kernel: str) -> None:
     assert_same(whole, State(n, block).run(make_kernel(kernel, threads=3), grads, steps).found)
     pieces = State(n, block)
     for begin, end in ((4096, n), (0, 320), (320, 4096)):
-        pieces.run_part(make_kernel(kernel), grads, steps, begin, end, 0)
+        pieces.run(make_kernel(kernel), grads, steps, part=(begin, end))
     assert_same(whole, pieces.found)
     if kernel == "reference":
         assert_same(
@@ -283,25 +255,12 @@ def test_neither_threads_nor_pieces_matter(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_two_updates_of_a_pass_are_those_of_two_passes(kernel: str) -> None:
-    n, steps = 1000, tuple(replace(TRAINS, step=t) for t in (4, 5))
-    grads = [wide(n, seed) for seed in range(2)]
-    together, apart, made = State(n, 32), State(n, 32), make_kernel(kernel)
-    together.run(made, grads, steps)
-    for grad, step in zip(grads, steps, strict=True):
-        apart.run(made, [grad], (step,))
-    assert_same(together.found, apart.found)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_pass_without_updates_keeps_the_state(kernel: str) -> None:
     made, state = make_kernel(kernel), State(1000, 32)
     state.run(made, [wide(1000, 1)], (TRAINS,))
     before = {name: values.clone() for name, values in state.found.items()}
-    p, m, v, y = (array(state.found[name]) for name in "pmvy")
-    means, *scales = (array(state.found[name]) for name in ("means", "m_scales", "v_scales"))
     publish = Publish(0.99, 1e-3, 0.0, 2e-4, TRAINS.bias_correction2_sqrt, TRAINS.eps)
-    made.run(AdamPass(p, m, v, (), (), y, means, 32, publish, 0, (scales[0], scales[1])))
+    made.run(make_pass(state.found, 32, publish))
     torch.testing.assert_close(state.found.pop("y"), before.pop("y"), rtol=1e-6, atol=1e-7)
     assert_same(before, state.found)
 
@@ -324,9 +283,10 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(first: int) -> 
     grads = [
         torch.randn(n, generator=torch.Generator().manual_seed(t)).bfloat16() for t in range(2)
     ]
-    state = State(n, 32).run_part(make_kernel("reference"), grads, steps, 0, n, first)
+    state = State(n, 32).run(make_kernel("reference"), grads, steps, first=first)
     p, m, v = State(n, 32).found["p"], torch.zeros(n), torch.zeros(n)
-    take_steps(p, m, v, grads, steps, first, "int8", 32)
+    for grad, step in zip(grads, steps, strict=True):
+        AdamPasses.take_step([p, m, v], grad, step, 32, first, "int8")
     assert_same({"p": state.found["p"], "moments": state.moments()}, {"p": p, "moments": [m, v]})
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from deepspeed.ops.lion import DeepSpeedCPULion
 
-from deepspeed_ext.zenflow.worker.kernel import LionPass, LionPublish, LionStep
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
-from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
+from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass, needs_native
 from tests.support.same import assert_same
 
 
@@ -25,37 +24,31 @@ class Problem:
         block=32,
     ):
         g = torch.Generator().manual_seed(n + steps)
-        self.p = torch.randn(n, generator=g) * 0.1
-        self.m = torch.randn(n, generator=g) * 1e-3
+        known = -(-n // block) * LION_STATE.per_block_width(block)
+        self.block = block
+        self.found = {
+            "p": torch.randn(n, generator=g) * 0.1,
+            "m": torch.randn(n, generator=g) * 1e-3,
+            "y": torch.zeros(n, dtype=DTYPES[publish_dtype]),
+            "known": torch.zeros(known, dtype=torch.int32),
+        }
         self.grads = [
             (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)
         ]
-        self.published = torch.zeros(n, dtype=DTYPES[publish_dtype])
-        self.known = torch.zeros(
-            -(-n // block) * LION_STATE.per_block_width(block), dtype=torch.int32
-        )
-        self.block = block
 
     def run(
-        self, kernel: Any, steps: list[LionStep], p_factor: float = 1.0
+        self,
+        kernel: Any,
+        steps: list[LionStep],
+        p_factor: float = 1.0,
+        part: tuple[int, int] | None = None,
     ) -> dict[str, torch.Tensor]:
-        kernel.run_lion(self.make_pass(steps, p_factor, 0, len(self.p)))
-        return {"p": self.p, "m": self.m, "published": self.published, "known": self.known}
-
-    def make_pass(self, steps: list[LionStep], p_factor: float, begin: int, end: int) -> LionPass:
-        width = LION_STATE.per_block_width(self.block)
-        return LionPass(
-            p=array(self.p).part(begin, end),
-            m=array(self.m).part(begin, end),
-            grads=tuple(array(grad).part(begin, end) for grad in self.grads[: len(steps)]),
-            steps=tuple(steps),
-            published=array(self.published).part(begin, end),
-            known=array(self.known).part(
-                begin // self.block * width, -(-end // self.block) * width
-            ),
-            block_size=self.block,
-            publish=LionPublish(p_factor),
-        )
+        publish = LionPublish(p_factor)
+        for step, grad in zip(steps, self.grads, strict=False):
+            kernel.run(make_pass(self.found, self.block, publish, grad, step, part))
+        if not steps:
+            kernel.run(make_pass(self.found, self.block, publish))
+        return self.found
 
 
 def lion_steps(count: int, **changes: Any) -> list[LionStep]:
@@ -77,15 +70,15 @@ def test_it_equals_deepspeeds_cpu_lion_to_the_bit(kernel: str, weight_decay: flo
     """Where both have fused multiply-adds. A multiple of 128 elements, because DeepSpeed computes a
     rest of fewer than a vector's in code whose roundings the compiler chooses."""
     problem = Problem(128 * 40, 5, "float32")
-    expected = torch.nn.Parameter(problem.p.clone())
+    expected = torch.nn.Parameter(problem.found["p"].clone())
     lion = DeepSpeedCPULion([expected], lr=1e-4, betas=(0.9, 0.99), weight_decay=weight_decay)
     for grad in problem.grads:
         expected.grad = grad * 0.5
         lion.step()
-    problem.m.zero_()
+    problem.found["m"].zero_()
     problem.run(make_kernel(kernel), lion_steps(5, weight_decay=weight_decay))
-    assert_same(expected.detach(), problem.p)
-    assert_same(lion.state[expected]["exp_avg"], problem.m)
+    assert_same(expected.detach(), problem.found["p"])
+    assert_same(lion.state[expected]["exp_avg"], problem.found["m"])
 
 
 @needs_native
@@ -120,20 +113,19 @@ def test_results_depend_neither_on_threads_nor_on_pieces(kernel: str, n: int, bl
     )
     pieces, runs = Problem(n, 2, block=block), make_kernel(kernel)
     for begin in range(0, n, 3 * block):
-        runs.run_lion(pieces.make_pass(lion_steps(2), 1.0, begin, min(begin + 3 * block, n)))
-    names = {"p": pieces.p, "m": pieces.m, "published": pieces.published, "known": pieces.known}
-    assert_same(expected, names)
+        pieces.run(runs, lion_steps(2), part=(begin, min(begin + 3 * block, n)))
+    assert_same(expected, pieces.found)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_pass_without_steps_tells_what_is_there(kernel: str) -> None:
     problem = Problem(70, 0, publish_dtype="float32")
-    p, m = problem.p.clone(), problem.m.clone()
-    m[3] = problem.m[3] = -0.0  # a sign bit, although it is zero
-    problem.run(make_kernel(kernel), [], 0.5)
-    assert_same(problem.p, p)
-    assert_same(problem.published, p * 0.5)
-    known = problem.known.view(3, 2)
+    p, m = problem.found["p"].clone(), problem.found["m"].clone()
+    m[3] = problem.found["m"][3] = -0.0  # a sign bit, although it is zero
+    found = problem.run(make_kernel(kernel), [], 0.5)
+    assert_same(found["p"], p)
+    assert_same(found["y"], p * 0.5)
+    known = found["known"].view(3, 2)
     signs = [bool(known[i // 32, 1] >> (i % 32) & 1) for i in range(70)]
     assert signs == m.signbit().tolist()
     assert int(known[2, 1]) >> 6 == 0, "bits without an element are zero"

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Publish
-from tests.support.kernels import LIBRARY, array, make_kernel, needs_native
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+from tests.support.kernels import LIBRARY, make_kernel, make_pass, needs_native
 from tests.support.paths import ROOT
 
 pytestmark = needs_native
@@ -24,8 +24,8 @@ OTHER_USER = 61234
 """Nobody else's, so that its limit on threads counts those of one process."""
 PRELUDE = """
 import array, ctypes, hashlib, mmap, os, random, resource, signal, sys, threading
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, NativeKernel
-from deepspeed_ext.zenflow.worker.kernel import Publish
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Array, NativeKernel, Pass, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
 signal.alarm(30)
 kernel = NativeKernel(sys.argv[1], threads=3)
@@ -49,13 +49,13 @@ def at(values, dtype="float32"):
 
 def bits(count, numel, block, passes=1):
     kernel = NativeKernel(sys.argv[1], threads=count)
-    factors = enumerate((0.1, 1e-3, 1e-4, 1e-2, 1e-2))
-    p, m, v, *grads = (filled(numel, seed, factor) for seed, factor in factors)
+    factors = enumerate((0.1, 1e-3, 1e-4, 1e-2))
+    p, m, v, grad = (filled(numel, seed, factor) for seed, factor in factors)
     published, means = filled(numel, 9, 0.0), filled(-(-numel // block), 9, 0.0)
-    steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, False, t, 0.5) for t in (7, 8))
-    publish = Publish(0.99, 1e-3, 1e-5, 2e-4, steps[-1].bias_correction2_sqrt, 1e-8)
-    arrays = at(p), at(m), at(v), tuple(map(at, grads))
-    adam = AdamPass(*arrays, steps, at(published), at(means), block, publish)
+    step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, False, 7, 0.5)
+    publish = Publish(0.99, 1e-3, 1e-5, 2e-4, step.bias_correction2_sqrt, 1e-8)
+    state = at(p), at(m), at(v)
+    adam = Pass(ADAM_STATE, state, at(published), block, publish, at(grad), step, at(means))
     for _ in range(passes):
         kernel.run(adam)
     return hashlib.sha256(b"".join(map(bytes, (p, m, v, published, means)))).hexdigest()
@@ -206,16 +206,15 @@ def test_passes_of_several_callers_do_not_mix() -> None:
     """Each has its own arrays and its own number of threads."""
 
     def passes(caller: int) -> torch.Tensor:
-        p, *others = (torch.full((4096,), 0.1 * (caller + k)) for k in range(5))
-        others.append(torch.zeros(4096 // 32))
-        m, v, gradient, published, means = map(array, others)
+        p, m, v, gradient, y = (torch.full((4096,), 0.1 * (caller + k)) for k in range(5))
+        tensors = {"p": p, "m": m, "v": v, "y": y, "block_means": torch.zeros(4096 // 32)}
         step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
-        work = AdamPass(array(p), m, v, (gradient,), (step,), published, means, 32, publish)
+        work = make_pass(tensors, 32, publish, gradient, step)
         kernel = make_kernel("native", threads=1 + caller)
         for _ in range(50):
             kernel.run(work)
-        assert others, "the pass holds addresses in them"
+        assert tensors, "the pass holds addresses in them"
         return p
 
     alone = [passes(caller) for caller in range(4)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, NativeKernel, Publish
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.kernel.reference import as_tensor
-from tests.support.kernels import DTYPES, LIBRARY, needs_native
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, NativeKernel, Publish
+from tests.support.kernels import DTYPES, LIBRARY, make_pass, needs_native
 from tests.support.same import assert_same
 
 CPU = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
@@ -32,26 +29,16 @@ INTEGERS = {4: torch.int32, 2: torch.int16}
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 1e-20, 3e38, -3e38, math.inf, -math.inf, math.nan]
 
 
-class Arrays:
-    """The arrays of a partition in one buffer, one behind the other: at unaligned addresses."""
-
-    def __init__(self, start: int, contents: Tensors) -> None:
-        size = sum(each.numel() * each.itemsize + 4 for each in contents.values())
-        self.memory = (ctypes.c_char * (start + size + 64))()
-        self.found: dict[str, Array] = {}
-        address = -(-ctypes.addressof(self.memory) // 64) * 64 + start
-        for name, each in contents.items():
-            address = -(-address // each.itemsize) * each.itemsize
-            dtype = str(each.dtype).removeprefix("torch.")
-            self.found[name] = Array(address, dtype, each.numel())
-            address += each.numel() * DTYPE_BYTES[dtype]
-            self[name].copy_(each)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return as_tensor(self.found[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.found)
+def in_one_buffer(start: int, contents: Tensors) -> Tensors:
+    """The tensors one behind the other: at unaligned addresses."""
+    memory = torch.zeros(sum(each.nbytes + 8 for each in contents.values()) + start + 64).byte()
+    at, found = -memory.data_ptr() % 64 + start, {}
+    for name, each in contents.items():
+        at = -(-at // each.itemsize) * each.itemsize  # as the buffer begins at a multiple of 64
+        at += -(memory.data_ptr() + at) % each.itemsize
+        found[name] = memory[at : at + each.nbytes].view(each.dtype).copy_(each)
+        at += each.nbytes
+    return found
 
 
 def comparable(values: torch.Tensor) -> torch.Tensor:
@@ -62,23 +49,26 @@ def comparable(values: torch.Tensor) -> torch.Tensor:
     return kept.view(INTEGERS[values.itemsize]).clone()
 
 
-def run_both(start: int, contents: Tensors, how: dict[str, Any]) -> list[Tensors]:
-    """What both paths make of the same arrays; `how` is the rest of an `AdamPass`."""
+def run_both(
+    start: int, contents: Tensors, steps: Sequence[AdamStep], block: int = 32, **how: Any
+) -> list[Tensors]:
+    """What both paths make of the same arrays."""
     results = []
     for vectors in (False, True):
-        arrays = Arrays(start, contents)
-        found, steps = arrays.found, how["steps"]
-        grads = tuple(found[f"g{k}"] for k in range(len(steps)))
-        scales = (found["m_scales"], found["v_scales"]) if "m_scales" in found else None
-        if how.get("in_place", False):
-            found["y"] = found["y"]._replace(address=grads[-1].address)
-        last, l2 = steps[-1], how.get("l2", 0.0)
-        publish = Publish(0.99, 1e-3, l2, 2e-4, last.bias_correction2_sqrt, last.eps)
-        of_partition = found["p"], found["m"], found["v"], grads, steps, found["y"], found["means"]
-        adam = AdamPass(*of_partition, how["block"], publish, how.get("first", 0), scales)
-        NativeKernel(str(LIBRARY), how.get("threads", 1), vectors=vectors).run(adam)
-        written = [name for name in arrays if not name.startswith("g")]
-        results.append({name: comparable(arrays[name]) for name in written})
+        found = in_one_buffer(start, contents)
+        kernel = NativeKernel(str(LIBRARY), how.get("threads", 1), vectors=vectors)
+        for number, step in enumerate(steps):
+            grad = found[f"g{number}"]
+            y = grad.view(found["y"].dtype) if how.get("in_place", False) else found["y"]
+            l2, corrections = how.get("l2", 0.0), (step.bias_correction2_sqrt, step.eps)
+            publish = Publish(0.99, 1e-3, l2, 2e-4, *corrections)
+            first = how.get("first", 0)
+            kernel.run(make_pass({**found, "y": y}, block, publish, grad, step, first=first))
+            if not l2:
+                peek, other = {**found, "y": torch.empty_like(y)}, y.to(grad.dtype)
+                kernel.run(make_pass(peek, block, publish, other, step, peeks=True))
+                found[f"peek {number}"] = peek["y"]
+        results.append({name: comparable(each) for name, each in found.items()})
     return results
 
 
@@ -128,7 +118,7 @@ def test_vectors_write_the_bits_of_the_definition(data: st.DataObject) -> None:
         1,
         draw(st.sampled_from([0.5, -1.0, 1e-3])),
     )
-    steps = tuple(replace(base, step=draw(st.integers(1, 2**33))) for _ in range(count))
+    steps = [replace(base, step=draw(st.integers(1, 2**33))) for _ in range(count)]
     contents = {"p": draw(numbers(n))}
     if moments == "int8":
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -139,16 +129,13 @@ def test_vectors_write_the_bits_of_the_definition(data: st.DataObject) -> None:
             "v": draw(numbers(n)).abs().to(DTYPES[moments]),
         }
     contents |= {f"g{k}": draw(numbers(n)).to(DTYPES[grad]) for k in range(count)}
-    contents |= {"y": torch.zeros(n, dtype=DTYPES[y]), "means": torch.zeros(blocks)}
-    how = {
-        "block": block,
-        "steps": steps,
-        "first": draw(st.integers(0, 2**32)),
-        "threads": draw(st.integers(1, 3)),
-    }
+    contents["y"] = torch.zeros(n, dtype=DTYPES[y])
+    if draw(st.booleans()):
+        contents["block_means"] = torch.zeros(blocks)
+    how: dict[str, Any] = {"first": draw(st.integers(0, 2**32)), "threads": draw(st.integers(1, 3))}
     how["in_place"] = DTYPES[grad].itemsize == DTYPES[y].itemsize and draw(st.booleans())
     how["l2"] = draw(st.sampled_from([0.0, 0.0, 1e-3]))
-    assert_same(*run_both(draw(st.integers(0, 63)), contents, how))
+    assert_same(*run_both(draw(st.integers(0, 63)), contents, steps, block, **how))
 
 
 CODED = AdamStep(1e-3, 0.0, 1.0, 0.0, 0.0, True, 1, 1.0, bias_correction=False)
@@ -167,10 +154,10 @@ def test_roots_of_all_codes_of_v_are_right(scale: int) -> None:
         "v": v,
         "g0": torch.ones(n),
     }
-    contents |= {"y": torch.zeros(n), "means": torch.zeros(blocks)}
+    contents |= {"y": torch.zeros(n), "block_means": torch.zeros(blocks)}
     contents |= {"m_scales": torch.full((blocks,), 113, dtype=torch.uint8)}
     contents |= {"v_scales": torch.full((blocks,), scale, dtype=torch.uint8)}
-    both = run_both(0, contents, {"block": 32, "steps": (CODED,)})
+    both = run_both(0, contents, [CODED])
     assert_same(*both)
     assert torch.equal(both[1]["v"], v)
     assert both[1]["v_scales"].tolist() == [scale] * blocks
@@ -197,9 +184,9 @@ def test_codes_near_squares_are_those_of_the_definition(data: st.DataObject) -> 
         "m": torch.zeros(n, dtype=torch.int8),
         "v": torch.zeros(n, dtype=torch.uint8),
     }
-    contents |= {"g0": m, "y": torch.zeros(n), "means": torch.zeros(blocks)}
+    contents |= {"g0": m, "y": torch.zeros(n), "block_means": torch.zeros(blocks)}
     contents |= {name: torch.zeros(blocks, dtype=torch.uint8) for name in ("m_scales", "v_scales")}
-    assert_same(*run_both(0, contents, {"block": 32, "steps": (step,)}))
+    assert_same(*run_both(0, contents, [step]))
 
 
 def test_a_difference_would_be_found() -> None:
@@ -216,8 +203,8 @@ def test_a_block_that_is_not_finite_takes_the_definition_from_there_on() -> None
     contents = {"p": torch.randn(n, generator=generator), **codes_of(generator, n, blocks)}
     contents |= {f"g{k}": torch.randn(n, generator=generator) for k in range(3)}
     contents["g1"][300] = math.inf
-    contents |= {"y": torch.zeros(n), "means": torch.zeros(blocks)}
-    steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, t, 0.5) for t in (4, 5, 6))
-    both = run_both(0, contents, {"block": 32, "steps": steps})
+    contents |= {"y": torch.zeros(n), "block_means": torch.zeros(blocks)}
+    steps = [AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, t, 0.5) for t in (4, 5, 6)]
+    both = run_both(0, contents, steps)
     assert_same(*both)
     assert (both[1]["m_scales"] == 255).nonzero().flatten().tolist() == [300 // 32]

@@ -1,11 +1,12 @@
-"""The kernels' arithmetic in torch operations: their definition, and the fallback if no kernel can
-run.
+"""The arithmetic of a step in torch operations: the definition of all kernels, on accelerators and
+in the worker, and the fallback if none can run.
 
 Large arrays are processed in chunks of whole blocks, so temporaries are small for any size of
 array; on the CPU they also stay in a core's L2 cache. Each operation rounds once in fp32: no
 `lerp`, `addcmul`, `add` with a factor, division by a number or torch's `sqrt`, which round
 differently on different devices. A 16-bit result is rounded once, when it is stored. So results
-depend neither on the chunks nor on the number of threads, and equal those of the kernels bitwise.
+depend neither on the chunks nor on the number of threads, and equal those of the device's kernels
+bitwise. The native pass of Adam fuses products and sums, so its last bits differ.
 Symbols are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
 
 Estimates are *dithered* when they are stored in 16 bits: rounded up or down at random, so that the
@@ -24,25 +25,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, HOST_CHUNK_NUMEL, chunk_of
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.roots import root
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.worker.kernel.passes import (
+    ACCELERATOR_CHUNK_NUMEL,
+    HOST_CHUNK_NUMEL,
+    chunk_of,
+)
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
 __all__ = [
     "CLAMP",
     "Chunks",
-    "AdamConstants",
-    "advance_moments",
-    "bias_correction",
+    "block_means",
     "chunk_numel",
     "predict",
-    "share_step",
-    "update",
+    "predict_signs",
 ]
 
 CLAMP = 4.5
@@ -53,6 +54,7 @@ _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As int32, whose products wrap to 32 bits."""
+_WORD_BITS = 32
 _CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of an fp32 number that the dtype drops."""
 
@@ -152,125 +154,50 @@ def predict(
         part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
 
 
-@dataclass(frozen=True)
-class AdamConstants:
-    """The numbers of one Adam step.
-
-    Attributes:
-        grad_scale: factor of the gradient.
-        lr, beta1, beta2, eps: Adam's.
-        weight1, weight2: 1 - beta1 and 1 - beta2.
-        l2: weight decay that is added to the gradient; 0: none.
-        decay: factor of p under decoupled weight decay; 1: none.
-        correction_beta1, correction_beta2: the betas of the bias corrections; 0: none.
-    """
-
-    grad_scale: float
-    lr: float
-    beta1: float
-    weight1: float
-    beta2: float
-    weight2: float
-    eps: float
-    l2: float
-    decay: float
-    correction_beta1: float
-    correction_beta2: float
-
-    def of_kernel(self) -> tuple[float, ...]:
-        """All but the bias corrections' betas, in order."""
-        return astuple(self)[:-2]
-
-    @classmethod
-    def of(cls, step: AdamStep) -> AdamConstants:
-        """The numbers of `step`."""
-        correction_beta1, correction_beta2 = step.correction_betas
-        return cls(
-            grad_scale=step.grad_scale,
-            lr=step.lr,
-            beta1=step.beta1,
-            weight1=1.0 - step.beta1,
-            beta2=step.beta2,
-            weight2=1.0 - step.beta2,
-            eps=step.eps,
-            l2=0.0 if step.decoupled else step.weight_decay,
-            decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
-            correction_beta1=correction_beta1,
-            correction_beta2=correction_beta2,
-        )
-
-
-def bias_correction(updates: int, constants: AdamConstants) -> tuple[float, float]:
-    """``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections and t =
-    `updates`, at least 1; values of fp32. By expm1: for small exponents, the subtraction would lose
-    digits to cancellation."""
-    first, second = (
-        _complement(beta, updates)
-        for beta in (constants.correction_beta1, constants.correction_beta2)
-    )
-    return float(first), float(root(second))
-
-
-def _complement(beta: float, updates: int) -> torch.Tensor:
-    """``1 - beta ** updates``, fp32 [1]."""
-    exponent = torch.tensor([updates], dtype=torch.float64, device="cpu")
-    exponent.mul_(math.log(beta) if beta else -math.inf)
-    return exponent.expm1_().neg_().float()
-
-
-@torch.no_grad()
-def share_step(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
+def predict_signs(
     weights: torch.Tensor,
-    updates: int,
-    constants: AdamConstants,
-) -> None:
-    """See `kernels.share_step`."""
-    first, second = (
-        torch.full((1, 1), value, dtype=torch.float32, device=p.device)
-        for value in bias_correction(updates, constants)
-    )
-    rows, (p1, m1, v1, g1) = p.shape[1], (each.view(-1) for each in (p, m, v, grad))
-    for part in Chunks(grad.numel(), rows, grad.device, 2):
-        state, temporaries = (part.of(p1), part.of(m1), part.of(v1)), part.temporary
-        advance_moments(*state, part.of(g1), constants, temporaries(0), temporaries(1))
-        update(*state, first, second, constants, temporaries(0), temporaries(1))
-    weights.copy_(p)
-
-
-def advance_moments(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    published: torch.Tensor,
     grad: torch.Tensor,
-    c: AdamConstants,
-    g: torch.Tensor,
-    other: torch.Tensor,
+    known: torch.Tensor,
+    grad_weight: float,
+    beta1: float,
+    lr: float,
+    block_size: int,
 ) -> None:
-    """The part of `share_step` before the update, of a chunk; `g` and `other` are temporaries."""
-    g.copy_(grad).mul_(c.grad_scale)
-    if c.l2:
-        g.add_(torch.mul(p, c.l2, out=other))
-    m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
-    v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+    """Compute ``weights = published - lr sign(beta1 k + grad_weight grad)``, in place. k is a
+    block's number with the sign of the element; sign(x) is -1 if x < 0, otherwise 1, also for a
+    NaN.
+
+    Args:
+        weights, published: 1-D [n], any float dtype, any device.
+        grad: 1-D [n], any float dtype.
+        known: for each block the bits of its number, then a sign bit for each element; 1-D int32,
+            on grad's device.
+        grad_weight: (1 - beta1) c.
+        beta1: weight of k.
+        lr: the learning rate.
+        block_size: elements per block.
+    """
+    rows = known.view(-1, 1 + -(-block_size // _WORD_BITS))
+    for part in Chunks(grad.numel(), block_size, grad.device, 1):
+        of_part = rows[part.begin // block_size : -(-part.end // block_size)]
+        lean = of_part[:, :1].view(torch.float32) * beta1
+        x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
+        x.add_(torch.where(_signs(of_part[:, 1:], part.row), -lean, lean))
+        update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
+        arrived = part.of(published).to(grad.device, non_blocking=True)
+        part.of(weights).copy_(x.copy_(arrived).add_(update))
 
 
-def update(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    correction1: torch.Tensor,
-    correction2_sqrt: torch.Tensor,
-    c: AdamConstants,
-    g: torch.Tensor,
-    other: torch.Tensor,
-) -> None:
-    """The rest of `share_step`, of a chunk; `g` and `other` are temporaries."""
-    denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
-    change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
-    if c.decay != 1.0:
-        p.mul_(c.decay)
-    p.add_(change)
+def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
+    """The first `numel` sign bits of each row of `words`, bool."""
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
+
+
+def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The mean of each block of `values`, 1-D; the last block may be shorter."""
+    whole = values.numel() // block_size * block_size
+    means = values[:whole].view(-1, block_size).mean(1)
+    rest = values[whole:]
+    return torch.cat([means, rest.mean().view(1)]) if rest.numel() else means
