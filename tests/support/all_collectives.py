@@ -225,7 +225,13 @@ def weights_from_the_host(ranks: RankGroup) -> None:
         if fragment.rank == host.rank:
             span = slice(fragment.offset, fragment.offset + fragment.end - fragment.begin)
             flat[span] = values[fragment.begin : fragment.end]
-    entry = _Entry(names, values.shape, torch.bfloat16, tuple(placed.fragments(0, numel)), [flat])
+    entry = _Entry(
+        names,
+        values.shape,
+        torch.bfloat16,
+        tuple(placed.fragments(0, numel)),
+        lambda fragment: flat[fragment.offset :][: fragment.end - fragment.begin],
+    )
     for on_rank in (None, int(host.size) - 1):
         exchange = _Exchange([entry], host, on_rank)
         exchange.prepare()

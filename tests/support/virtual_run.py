@@ -114,8 +114,10 @@ class VirtualRun:
             ranks=_Ranks(machine.slower),
             link=SimpleNamespace(deferring_errors=no_errors, limit_threads=limit),
             rule=SimpleNamespace(schedule=self.schedule, block_size=decided.rule.block_size),
-            states=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
-            expose=lambda **_: True,
+            state=SimpleNamespace(
+                wholes=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
+                expose=lambda **_: True,
+            ),
         )
         self.metrics: Any = SimpleNamespace(
             typical_step=self._typical_step, begin_anew=self._steps.clear, worker_seconds=math.nan
