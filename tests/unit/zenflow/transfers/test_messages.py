@@ -11,7 +11,7 @@ import torch
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
-from deepspeed_ext.zenflow.worker.messages import PartitionPass, Span, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 CHUNK = 8
 
@@ -49,7 +49,7 @@ def test_a_message_holds_the_tasks_of_one_chunk_of_elements(
     process: Any = Process()
     results = [[Results(torch.zeros(numel), None)] for numel in numels]
     transfers = Transfers(process, results, 2, ANY, Copies.NONE)
-    transfers.depart([PartitionPass(i, (0,), (), ANY) for i in range(len(numels))], publishes=True)
+    transfers.depart([WorkerTask(i, 0, ANY) for i in range(len(numels))], publishes=True)
     assert process.sent == expected
     for number, message in enumerate(process.sent, 1):  # each chunk waits for its own message
         for index, span in message:
