@@ -155,4 +155,4 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's y to its weights."""
-        self._metrics.bytes_up += partition.take_published(self._link.transfers)
+        self._metrics.bytes_up += self._link.transfers.write(partition.index)
