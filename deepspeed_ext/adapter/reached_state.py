@@ -22,16 +22,18 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.readiness import Readiness
 from deepspeed_ext.adapter.saved_checkpoint import groups_of
 from deepspeed_ext.adapter.step import AutocastScale
+from deepspeed_ext.adapter.upstream import Swap, swapped
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
@@ -69,24 +71,17 @@ class ExactWeights:
     partitions meanwhile; under the exact rule, only of those whose p a user has written.
 
     Args:
-        weights: returns a partition's weights, 1-D [n], in the model's dtype.
         drain: waits on all ranks until p and the weights are final; its argument is that of
             `enter`.
-        spread: copies the given tensors, if any, to this rank's partitions, and gathers the weights
-            on all ranks.
     """
 
     def __init__(
         self,
         host: HostOptimizer,
-        weights: Callable[[int], torch.Tensor],
+        partitions: ZeroPartitions,
         drain: Callable[[bool], None],
-        spread: Callable[[Sequence[torch.Tensor] | None], None],
     ) -> None:
-        self._host = host
-        self._weights = weights
-        self._drain = drain
-        self._spread = spread
+        self._host, self._partitions, self._drain = host, partitions, drain
         self._predicted: list[torch.Tensor] | None = None
 
     @contextmanager
@@ -120,18 +115,18 @@ class ExactWeights:
         self._predicted = predicted
         with together(self._host.ranks):
             self._round()
-        self._spread(None)
+        self._partitions.spread(None)
 
     def leave(self) -> None:
         """Undo `enter`. A collective."""
         predicted, self._predicted = self._predicted, None
         if predicted is not None:
-            self._spread(predicted)
+            self._partitions.spread(predicted)
 
     def _kept(self, index: int) -> torch.Tensor:
         """The weights of a partition to go back to: a copy, unless they are p already, as after a
         step of the exact rule."""
-        weights, overlapped = self._weights(index), self._host.decided.rule.overlapped
+        weights, overlapped = self._partitions.weights(index), self._host.decided.rule.overlapped
         return self._aside(weights) if overlapped or not self._is_rounded(index) else weights
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
@@ -158,7 +153,7 @@ class ExactWeights:
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Weights of a partition and p, in parts of `numel` elements."""
         begin = 0
-        for part in self._weights(index).split(numel):
+        for part in self._partitions.weights(index).split(numel):
             yield part, self._host.state.read(index, Span(begin, begin := begin + part.numel()))
 
 
@@ -166,21 +161,21 @@ class Evaluation:
     """Switches one model between the weights of training and those that would be saved.
 
     Args:
-        enter, leave: replace the weights, and put them back; collectives.
-        updates: number of updates so far, the same on all ranks.
+        exact_weights: replaces the weights.
+        readiness: knows how many backward passes there were.
         ranks: number of ranks that must meet first; 1: forward is a collective anyway.
     """
 
     def __init__(
         self,
-        enter: Callable[[], None],
-        leave: Callable[[], None],
-        updates: Callable[[], int],
+        host: HostOptimizer,
+        exact_weights: ExactWeights,
+        readiness: Readiness,
         ranks: int,
     ) -> None:
-        self._enter, self._leave = enter, leave
-        self._updates = updates
-        self._ranks = ranks
+        self._host, self._exact_weights = host, exact_weights
+        self._readiness, self._ranks = readiness, ranks
+        self._graded = -1  # backward passes before the newest evaluation with gradients
         self._meets = True
         self._meetings = 0
         self.is_on = False
@@ -201,17 +196,36 @@ class Evaluation:
         evaluates = not module.training and not torch.is_grad_enabled()
         if not evaluates:
             self.end()
-        elif not self.is_on and self._updates() > 0 and self._all_meet():
+            if not module.training and self._predicts:
+                self._warn_of_gradients()
+        elif not self.is_on and self._predicts and self._all_meet():
             with torch.inference_mode(False), torch.no_grad():
-                self._enter()
+                # a script may have moved the optimizer's state away, to have memory for this
+                self._exact_weights.enter(takes_over=False)
             self.is_on = True
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether weights may not be p; the same on all ranks."""
+        return self._host.decided.rule.overlapped and self._host.state.updates > 0
+
+    def _warn_of_gradients(self) -> None:
+        """Warn if the forward before this one evaluated, too, with gradients and no backward pass:
+        its weights could not be replaced, because a backward pass needs those of its forward."""
+        if self._graded == self._readiness.passes:
+            warn_once(
+                "a forward in evaluation mode that computes gradients uses the weights that "
+                "training uses, which anticipate the update in flight. Evaluate under "
+                "torch.no_grad()"
+            )
+        self._graded = self._readiness.passes
 
     def end(self) -> None:
         """Go back to the weights of training. A collective if they were replaced."""
         if self.is_on:
             self.is_on = False
             with torch.inference_mode(False), torch.no_grad():
-                self._leave()
+                self._exact_weights.leave()
 
     def close(self) -> None:
         """Follow no more forwards."""
@@ -223,7 +237,7 @@ class Evaluation:
         if self._ranks == 1 or not self._meets:
             return self._ranks == 1
         store = torch.distributed.distributed_c10d._get_default_store()
-        name = f"deepspeed_ext evaluation {self._updates()} {self._meetings}"
+        name = f"deepspeed_ext evaluation {self._host.state.updates} {self._meetings}"
         come, ends = store.add(f"{name} come", 1), time.monotonic() + LONGEST_MEETING_SECONDS
         decision = _GO if come == self._ranks else b""
         while not decision:
@@ -236,8 +250,9 @@ class Evaluation:
         self._meetings += 1
         if not self._meets:
             warn_once(
-                f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation uses "
-                "the weights that training uses, which anticipate the update in flight. Evaluate "
+                f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation from "
+                "now on uses the weights that training uses, which anticipate the update in "
+                "flight, and waits for no rank. Evaluate "
                 "on every rank"
             )
         return self._meets
@@ -279,7 +294,7 @@ class ReachedState:
         ranks: the data-parallel ranks.
         scale: the loss scale of ``torch_autocast``, which DeepSpeed does not save; None: there is
             none.
-        require_groups: see `Readiness`.
+        readiness: knows which groups can be stepped, and how many backward passes there were.
 
     Attributes:
         exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
@@ -293,23 +308,17 @@ class ReachedState:
         partitions: ZeroPartitions,
         ranks: RankGroup,
         scale: AutocastScale | None,
-        require_groups: Callable[[Sequence[Mapping[str, Any]], str], None],
+        readiness: Readiness,
     ) -> None:
         self._host = host
         self._partitions = partitions
         self._ranks = ranks
         self._scale = scale
-        self._require_groups = require_groups
+        self._readiness = readiness
         self._copies = True
-        drain = partial(self.drain_together, False)
-        self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
-        self.evaluation = Evaluation(
-            # a script may have moved the optimizer's state away, to have memory for this
-            partial(self.exact_weights.enter, takes_over=False),
-            self.exact_weights.leave,
-            lambda: host.state.updates if host.decided.rule.overlapped else 0,
-            1 if partitions.saved_weights is not None else host.ranks.size,
-        )
+        self.exact_weights = ExactWeights(host, partitions, partial(self.drain_together, False))
+        meeting = 1 if partitions.saved_weights is not None else host.ranks.size
+        self.evaluation = Evaluation(host, self.exact_weights, readiness, meeting)
 
     @cached_property
     def host_ranks(self) -> RankGroup:
@@ -323,10 +332,6 @@ class ReachedState:
             WorkerError: on every rank, if any rank's worker has failed.
         """
         self._host.link.wait_together()
-        self.complete_weights()
-
-    def complete_weights(self) -> None:
-        """Let all weights be those of the last step."""
         self._host.complete_weights()
 
     def drain_together(self, shows: bool = True, takes_over: bool = True) -> None:
@@ -350,15 +355,10 @@ class ReachedState:
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
 
-    @contextmanager
-    def uncopied(self) -> Iterator[None]:
+    def uncopied(self) -> AbstractContextManager[None]:
         """Context in which `saved` returns ZenFlow's state uncopied, valid until the next step or
         load."""
-        self._copies = False
-        try:
-            yield
-        finally:
-            self._copies = True
+        return swapped(Swap(self, "_copies", False))
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -397,7 +397,9 @@ class ReachedState:
         with self._replaceable(), together(host.ranks, CheckpointError):
             if loads_optimizer:
                 if checkpoint_folder:  # its groups lie in files that only DeepSpeed reads
-                    self._require_groups(host.kind.optimizer.param_groups, checkpoint_folder)
+                    self._readiness.require_groups(
+                        host.kind.optimizer.param_groups, checkpoint_folder
+                    )
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
                 exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
                 weights = saved.weights if exact and saved is not None else None
@@ -440,7 +442,7 @@ class ReachedState:
             told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
             raise CheckpointError(f"{told}: {LOAD_ANOTHER}")
         if loads_optimizer:
-            self._require_groups(groups_of(state), _STATE)
+            self._readiness.require_groups(groups_of(state), _STATE)
         return self.require_fitting(state)
 
     def require_fitting(self, state: Mapping[str, Any]) -> SavedState | None:

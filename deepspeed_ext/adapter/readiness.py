@@ -189,9 +189,14 @@ class Readiness:
         self._passes_taken = self._backward_pass.passes
 
     @property
+    def passes(self) -> int:
+        """Number of backward passes that have ended."""
+        return self._backward_pass.passes
+
+    @property
     def has_passed(self) -> bool:
         """Whether a backward pass has ended since the last step."""
-        return self._backward_pass.passes != self._passes_taken
+        return self.passes != self._passes_taken
 
     def load_begins(self) -> None:
         """Note that a load writes weights, optimizer or counters from now on."""

@@ -40,6 +40,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.shown_state import nan_like
+from deepspeed_ext.zenflow.step.state_store import StateStore
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
 
@@ -168,16 +169,12 @@ class MasterFragment(TensorFragment):
     ``safe_set_*``.
 
     Attributes:
-        expose: called before the state is read or written. It returns False if the worker has
-            failed: the state then reads as NaN on all ranks, and the next step raises the error on
-            every rank.
-        handle: returns the whole partition's moment of a name, or p for None. Returns None during a
-            load, which stores the state in this object. DeepSpeed's own views would become stale.
+        state: has p and the moments. If the worker has failed, they read as NaN on all ranks, and
+            the next step raises the error on every rank.
         gradient: returns the gradient, if it is on the host; None: DeepSpeed has it.
     """
 
-    expose: Callable[[], bool] = field(kw_only=True)
-    handle: Callable[[str | None], torch.Tensor | None] = field(kw_only=True)
+    state: StateStore = field(kw_only=True)
     gradient: Callable[[], torch.Tensor] | None = field(kw_only=True)
 
     def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
@@ -188,8 +185,9 @@ class MasterFragment(TensorFragment):
         )
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
-        exposed = self.expose()
-        place, whole = self.get_hp_fragment_address(), self.handle(optim_state_key)
+        exposed, place = self.state.expose(), self.get_hp_fragment_address()
+        # None during a load, which stores the state in this object; its views become stale
+        whole = self.state.handles.handle(self.param_group_index, optim_state_key)
         if whole is None:
             fragment = super().get_hp_fragment(optim_state_key)
         else:
@@ -258,19 +256,14 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def _link_all_hp_params(self) -> None:
         with swapped(Swap(self, "cpu_offload", False)):  # on, it would link the masters' gradients
             super()._link_all_hp_params()
-        host, gradients = self.host_optimizer, self._host_gradients
+        gradients = self._host_gradients
         for param in self._partitions.trained():
             if param._hp_mapping is not None:
                 gradient = None
                 if gradients is not None:
                     gradient = partial(gradients.shown, self.get_param_id(param))
-                mapping = vars(param._hp_mapping)
-                handle = partial(host.state.handles.handle, mapping["param_group_index"])
                 param._hp_mapping = MasterFragment(
-                    **mapping,
-                    expose=host.state.expose,
-                    handle=handle,
-                    gradient=gradient,
+                    **vars(param._hp_mapping), state=self.host_optimizer.state, gradient=gradient
                 )
 
     # -- gradients on the host ---------------------------------------------------------------------

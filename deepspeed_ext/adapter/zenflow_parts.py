@@ -112,7 +112,7 @@ class ZenFlowParts:
             offloaded=lambda: zero.offloaded_states,
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,
         )
-        state = ReachedState(host, partitions, ranks, scale, readiness.require_groups)
+        state = ReachedState(host, partitions, ranks, scale, readiness)
         return cls(host, partitions, driver, state, readiness, backward_pass)
 
     def warn_of_untrained(self, module: torch.nn.Module) -> None:
@@ -168,7 +168,7 @@ class ZenFlowParts:
         Returns:
             The states that are left to DeepSpeed.
         """
-        self.state.complete_weights()
+        self.host.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
         for receiver in self.driver.current.receivers:  # they keep the last step's weights
             receiver.release()
@@ -188,7 +188,7 @@ def _begin_backward(zero: Any) -> None:
     go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
     parts: ZenFlowParts = zero.zenflow_parts
-    parts.state.complete_weights()
+    parts.host.complete_weights()
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:

@@ -102,6 +102,23 @@ def test_one_rank_may_evaluate_alone_where_its_weights_are_whole() -> None:
     assert (len(first), len(second)) == (1, 0)
 
 
+def with_gradients(config: dict[str, Any]) -> list[int]:
+    """How often something is said while a run trains in evaluation mode; and of an evaluation."""
+    engine, data = make_engine(config), batches(4, dist.get_rank())
+    engine.module.eval()
+    with heard("that computes gradients") as training:
+        train(engine, data)
+    with heard("that computes gradients") as evaluating:
+        for batch in data:
+            engine(on_device(batch))
+    engine.destroy()
+    return [len(training), len(evaluating)]
+
+
+def test_an_evaluation_with_gradients_is_told_that_it_has_the_weights_of_training() -> None:
+    assert run_ranks(1, with_gradients, zenflow_config(2)) == [[0, 1]]
+
+
 def before_backward(config: dict[str, Any]) -> str:
     """An evaluation between forward and backward; what differs from a run without it."""
     engines, masters = [make_engine(config) for _ in range(2)], []

@@ -1,7 +1,6 @@
 """DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see masters, moments and gradients as they are, at
 any step."""
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from deepspeed.utils import (
     safe_get_full_grad,
 )
 
-from deepspeed_ext.errors import StateError
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import RankError, run_ranks
 from tests.support.same import first_difference
@@ -127,61 +125,6 @@ def test_with_round_robin_each_parameter_has_its_own_state(stage: int, rule: str
     if (stage, rule) == (2, "ZeRO"):
         with pytest.raises(RankError, match="must match the size"):
             run_ranks(2, in_order, config, True, extended=False)
-
-
-def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]:
-    """What the state dict of the optimizer inside DeepSpeed's has between steps, what is there once
-    nothing is in flight, and losses."""
-    engine = make_engine(config, extended=extended, groups=two_groups)
-    data, base = batches(9, dist.get_rank()), engine.optimizer.optimizer
-    losses = train(engine, data[:5])
-    shown = copied_state(base)
-    if extended:
-        engine.optimizer.host_optimizer.state.drain()
-    arrived = {"moments": copied_state(base)["moments"]}
-    losses += train(engine, data[5:])
-    later = copied_state(base)
-    if extended:
-        engine.offload_states()
-        assert not first_difference(later, copied_state(base)), "offloaded states are others"
-        engine.reload_states()
-    found = {"losses": losses, "shown": shown, "arrived": arrived, "later": later["steps"]}
-    engine.destroy()
-    base.state_dict()  # the worker is gone
-    with pytest.raises(StateError, match="was destroyed") if extended else nullcontext():
-        copied_state(base)
-    return found
-
-
-def copied_state(base: torch.optim.Optimizer) -> dict[str, Any]:
-    states = base.state_dict()["state"].values()
-    moments = [
-        value.float().clone() for state in states for key, value in state.items() if key != "step"
-    ]
-    return {"steps": [float(state["step"]) for state in states], "moments": moments}
-
-
-@pytest.mark.parametrize("rule", ["predictive", "selective, overlapped"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_state_dict_of_the_base_optimizer_shows_every_step(stage: int, rule: str) -> None:
-    """At stage 3 DeepSpeed's own base optimizer has no parameters between steps, so its state dict
-    is an error."""
-    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
-    undisturbed = run_ranks(2, losses_of, config)
-    for found, losses in zip(
-        run_ranks(2, read_from_the_base_optimizer, config, True), undisturbed, strict=True
-    ):
-        assert found["shown"]["steps"] == [5.0, 5.0]
-        assert found["later"] == [9.0, 9.0]
-        assert first_difference(found["arrived"]["moments"], found["shown"]["moments"]) == ""
-        assert found["losses"] == losses
-
-
-def losses_of(config: dict) -> list[float]:
-    engine = make_engine(config, groups=two_groups)
-    losses = train(engine, batches(9, dist.get_rank()))
-    engine.destroy()
-    return losses
 
 
 def destroyed(config: dict[str, Any]) -> tuple[int, int]:
