@@ -194,10 +194,10 @@ class _Planner:
         """When exact weights are complete. At stages 1 and 2 a parameter may be read between step
         and forward without any call that could wait; at stage 3 it is gathered first."""
         wait, why = Wait.STEP, "steps predict their weights, or wait"
-        if self.config.arrives_late and self.facts.caller.partitions_weights:
+        if self.config.streams and self.facts.caller.partitions_weights:
             wait = Wait.FORWARD
             why = "at stage 3 weights are gathered before they are read"
-        elif self.config.arrives_late:
+        elif self.config.streams:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
         return wait, Reason(f"weights arrive {wait.value}", why)
 
@@ -205,7 +205,7 @@ class _Planner:
     def peeks(self) -> bool:
         """Whether the worker computes exact weights before it steps: not where it shares its cores
         with the forward that would hide the steps."""
-        return self.config.arrives_late and not self.facts.is_on_cpu
+        return self.config.streams and not self.facts.is_on_cpu
 
     @property
     def may_stream(self) -> bool:

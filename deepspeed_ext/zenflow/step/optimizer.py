@@ -114,7 +114,7 @@ class HostOptimizer:
             self.state.take_back()
             if self.rule.schedule.plan().waits_first:
                 self._receive()
-                self.rule.arrived()
+                self.rule.inspect()
             self.plan = self.rule.schedule.plan()
 
     def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:

@@ -120,7 +120,7 @@ class Stream(Transfers):
         self._here: dict[Key, Latch] = {}
         self._passed: dict[Key, Latch] = {}
         self._passes: list[Parcel] = []  # of peeked chunks, not sent yet
-        self._arrived: dict[Key, Any] = {}  # events after the copies of gradients
+        self._came_down: dict[Key, Any] = {}  # events after the copies of gradients
         self._up: Any = streams.new_stream() if self._lifts else None
         self._courier = Courier(get_accelerator().current_device(), timeout_seconds)
 
@@ -135,7 +135,7 @@ class Stream(Transfers):
         with get_accelerator().stream(self._down):
             for _, span in self.in_order([index]):
                 slot[slice(*span)].copy_(grad[slice(*span)], non_blocking=True)
-                self._arrived[index, span.begin] = self._recorded(self._down)
+                self._came_down[index, span.begin] = streams.recorded(self._down)
             grad.record_stream(self._down)
         self._bound_copies()
 
@@ -214,10 +214,10 @@ class Stream(Transfers):
         else:
             chunk = _Chunk(self._host_results(index).published[slice(*span)], target, None)
             task = replace(task, span=span)
-        arrived = self._arrived.pop(key, None)
+        down = self._came_down.pop(key, None)
         parcel = Parcel(
             # called when the chunk before in this slot has been brought up
-            lambda: _Events(arrived, None if chunk.slot is None else chunk.slot.free),
+            lambda: _Events(down, None if chunk.slot is None else chunk.slot.free),
             task=task,
             bring_up=partial(self._bring_up, key, chunk),
             index=index,
@@ -240,7 +240,7 @@ class Stream(Transfers):
                 return
             with get_accelerator().stream(self._up):
                 chunk.target.copy_(chunk.source, non_blocking=True)
-        self._landed[key] = self._recorded(self._up)
+        self._landed[key] = streams.recorded(self._up)
         if chunk.slot is not None:
             chunk.slot.free = self._landed[key]
 
@@ -303,12 +303,6 @@ class Stream(Transfers):
 
     def _used(self) -> list[Any]:
         return [*super()._used(), *([] if self._up is None else [self._up])]
-
-    @staticmethod
-    def _recorded(stream: Any) -> Any:
-        event = streams.blocking_event()
-        event.record(stream)
-        return event
 
 
 def _around(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:

@@ -148,8 +148,7 @@ class Transfers:
     def _bound_copies(self) -> None:
         """Wait for the copy before the newest one: otherwise flat gradients would pile up if the
         host runs ahead of the link."""
-        older, self._newest = self._newest, streams.blocking_event()
-        self._newest.record(self._down)
+        older, self._newest = self._newest, streams.recorded(self._down)
         if older is not None:
             older.synchronize()
 

@@ -90,7 +90,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     # -- one optimizer step ------------------------------------------------------------------------
 
-    def arrived(self) -> None:
+    def inspect(self) -> None:
         with self._link.deferring_errors():
             self._measure()
         if self.schedule.wants_verdict:

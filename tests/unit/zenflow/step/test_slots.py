@@ -28,7 +28,7 @@ class Predictive:
     def fresh(self) -> PredictiveSchedule:
         return PredictiveSchedule(*self._how)
 
-    def arrived(self) -> None:
+    def inspect(self) -> None:
         if self.schedule.wants_verdict:
             self.schedule.judge(self._random.choice([0.1, 2.0]))
 
@@ -101,7 +101,7 @@ def begin(rule: Any, ring: Ring, was_exposed: bool) -> Any:
         ring.publish_again(rule.schedule.handed_over)
     if rule.schedule.plan().waits_first:
         ring.arrive()
-        rule.arrived()
+        rule.inspect()
     return rule.schedule.plan()
 
 
