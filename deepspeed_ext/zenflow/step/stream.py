@@ -28,7 +28,8 @@ from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
-from deepspeed_ext.zenflow.transfers.inside_step import Key, Results, Transfers
+from deepspeed_ext.zenflow.transfers.given_weights import Key
+from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess

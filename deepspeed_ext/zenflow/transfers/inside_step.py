@@ -3,9 +3,7 @@ next step."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +12,9 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers.given_weights import GivenWeights
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, chunk_of
@@ -28,10 +26,6 @@ __all__ = ["Results", "Transfers"]
 _CLOSE_SECONDS = 5.0
 """Longest wait of `close` for copies. They take a fraction of a second, unless they wait for a
 collective that never ends."""
-
-
-Key = tuple[int, int]
-"""A partition and the first element of a chunk of it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class Results:
     block_means: torch.Tensor | None
 
 
-class Transfers:
+class Transfers(GivenWeights):
     """Copies inside the step: gradients to the arena on a separate stream, and results when they
     are read.
 
@@ -67,12 +61,6 @@ class Transfers:
     y, and `take` makes the copy of the same part of the gradient wait for it: part by part, so that
     the link is busy in both directions.
 
-    Note: [lost weights]
-    If a worker fails between two steps, its rank must not raise alone, and its old weights look
-    right. So weights that can no longer come become NaN, until all ranks raise the error together
-    (see Note: [an error of one rank]). They count as on their way until they are used, as on the
-    other ranks: stage 3 prefetches, which is a collective, only while none are.
-
     Args:
         results: for each partition, and each slot of its ring, the arena's arrays that the worker
             writes.
@@ -82,7 +70,6 @@ class Transfers:
     Attributes:
         chunk_numel: elements of a chunk, whole blocks; the last chunk of a partition may be
             shorter.
-        weights: each returns a partition's weights, 1-D [n]; set before the first step.
     """
 
     def __init__(
@@ -93,14 +80,11 @@ class Transfers:
         waiting: Stopwatch,
         copies: Copies,
     ) -> None:
+        super().__init__()
         self._process = process
         self._results = results
         self._block_size = block_size
         self._waiting = waiting
-        self.weights: Sequence[Callable[[], torch.Tensor]] = ()
-        self._awaited: dict[Key, Span] = {}  # chunks whose weights are on their way
-        self._lost: set[Key] = set()  # of those awaited
-        self._spans: dict[int, list[Span]] = {}  # chunks of each partition
         self._slots = [0] * len(results)  # of each partition: where its newest y is
         numel = sum(first.published.numel() for first, *_ in results)
         self.chunk_numel = chunks.chunk_numel(numel, block_size)
@@ -168,9 +152,10 @@ class Transfers:
         self._finish()
         self._note_slots(tasks)
         by_index = {task.partition: task for task in tasks}
-        for index, span in self.in_order(by_index):
-            task = replace(by_index[index], span=span)
-            self._sent[index, span.begin] = self._process.submit([task])
+        for together in self._batches(by_index):
+            parts = [replace(by_index[index], span=span) for index, span in together]
+            number = self._process.submit(parts)
+            self._sent.update(((index, span.begin), number) for index, span in together)
 
     def follow(self) -> None:
         """Hand over the second part of tasks that departed in two."""
@@ -180,30 +165,22 @@ class Transfers:
             self._slots[task.partition] = task.slot
             self._read.pop(task.partition, None)
 
-    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
-        """The chunks of partitions, in the order in which they depart."""
-        return [
-            (index, Span(begin, min(begin + self.chunk_numel, numel)))
-            for index in indices
-            for numel in (self._results[index][0].published.numel(),)
-            for begin in range(0, numel, self.chunk_numel)
-        ]
+    def _cut(self, index: int) -> list[Span]:
+        numel, most = self._results[index][0].published.numel(), self.chunk_numel
+        return [Span(begin, min(begin + most, numel)) for begin in range(0, numel, most)]
 
-    def _chunks(self, index: int) -> list[Span]:
-        """The chunks of a partition, in the order of their elements."""
-        if index not in self._spans:
-            self._spans[index] = [span for _, span in Transfers.in_order(self, [index])]
-        return self._spans[index]
-
-    def _chunks_of(self, parts: Iterable[tuple[int, Span]]) -> Iterator[Key]:
-        for index, span in parts:
-            chunks = self._chunks(index)
-            at = max(0, bisect_right(chunks, span.begin, key=lambda chunk: chunk.begin) - 1)
-            for chunk in chunks[at:]:
-                if chunk.begin >= span.end:
-                    break
-                if chunk.end > span.begin:
-                    yield index, chunk.begin
+    def _batches(self, indices: Iterable[int]) -> Iterator[list[tuple[int, Span]]]:
+        """The chunks of `in_order`, those together that go to the worker in one message: as many as
+        have the elements of one chunk. A step's messages then do not grow with its partitions."""
+        batch, numel = list[tuple[int, Span]](), 0
+        for index, span in self.in_order(indices):
+            if batch and numel + span.numel > self.chunk_numel:
+                yield batch
+                batch, numel = [], 0
+            batch.append((index, span))
+            numel += span.numel
+        if batch:
+            yield batch
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""
@@ -253,84 +230,12 @@ class Transfers:
             if self._down is not None:
                 self._read.setdefault(index, []).append((part, self.ready()))
 
-    def write(self, index: int, chunk: Span | None = None, within: Patience | None = None) -> int:
-        """Copy a partition's y to its weights; return the bytes of y. Arguments as for
-        `published`."""
-        weights, nbytes = self.weights[index](), 0
-        for span, published in self.published(index, chunk, within):
-            # A converting copy needs a temporary of y's dtype on the accelerator; copying in parts
-            # bounds it.
-            part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
-            parts = weights[slice(*span)].split(part_numel)
-            for part, y in zip(parts, published.split(part_numel), strict=True):
-                part.copy_(y, non_blocking=True)
-            nbytes += published.nbytes
-        return nbytes
-
-    # -- weights that the worker gives -------------------------------------------------------------
-
-    @property
-    def are_due(self) -> bool:
-        """Whether `complete` has anything to do."""
-        return self.are_awaited
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether any weights are on their way."""
-        return bool(self._awaited)
-
-    def expect(self, indices: Iterable[int]) -> None:
-        """Register that the worker will give these partitions' weights, before their tasks
-        depart."""
-        for index, span in self.in_order(indices):
-            self._awaited[index, span.begin] = span
-
-    def complete(
-        self, within: Patience | None, parts: Iterable[tuple[int, Span]] | None = None
-    ) -> int:
-        """Wait for weights and write them, for work on the current stream.
-
-        Args:
-            within: longest wait in all.
-            parts: partitions, and spans of their elements, that are used now; None: everything.
-                `Stream` alone tells them apart.
-
-        Returns:
-            Bytes that have come.
-
-        Raises:
-            WorkerError: the worker has failed.
-        """
-        nbytes = 0
-        for (index, begin), span in list(self._awaited.items()):
-            nbytes += self.write(index, span, within)
-            del self._awaited[index, begin]
-        return nbytes
-
     def free(self, index: int, span: Span, within: Patience) -> None:
         """Wait until the worker has read the gradient of `span`; here the step has waited."""
 
     def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
         """Let elements travel before all others; without effect here, where a step waits for
         all."""
-
-    def lose(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
-        """Fill weights that are on their way with NaN; see Note: [lost weights].
-
-        Args:
-            parts: what is used now; None: everything.
-        """
-        for key in self._awaited.keys() - self._lost:
-            # Held for longer than its slice: a collected engine ends here when the interpreter
-            # does, and torch then aborts on a tensor that only a slice still holds.
-            weights = self.weights[key[0]]()
-            with torch.no_grad():
-                weights[slice(*self._awaited[key])].fill_(math.nan)
-            self._lost.add(key)
-        for key in list(self._lost) if parts is None else list(self._chunks_of(parts)):
-            if key in self._awaited:
-                del self._awaited[key]
-                self._lost.discard(key)
 
     def computed(
         self, weights: torch.Tensor, span: Span, *, reads: bool

@@ -110,7 +110,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
-        "zenflow/transfers/inside_step.py:Transfers.are_",  # whether a dict is empty
+        "zenflow/transfers/given_weights.py:GivenWeights.are_",  # whether a dict is empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/late_weights.py:",  # looks parameters up
         "adapter/zenflow_parts.py:_begin_backward",

@@ -31,6 +31,7 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.transfers import given_weights
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import streams as streams_module
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
@@ -465,7 +466,7 @@ def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     transfers: Any = SimpleNamespace(
         published=lambda index, chunk, within: whole, weights=[lambda: weights]
     )
-    with patch.object(transfers_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
+    with patch.object(given_weights, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
         nbytes = Transfers.write(transfers, 0)
     assert torch.equal(weights, published.bfloat16())
     assert largest.numel == min(numel, 16)
