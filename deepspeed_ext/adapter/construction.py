@@ -41,7 +41,7 @@ from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
-from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
@@ -222,12 +222,12 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         waits = "every step waits for its own update"
-        if host.decided.weights_arrive is WeightsArrival.IN_FORWARD:
+        if host.decided.wait is Wait.FORWARD:
             waits = "exact weights arrive during the next forward"
         elif host.decided.peeks:
             waits = "every step waits for its exact weights, and not for p and the moments"
         yield waits
-    if host.decided.arrival is Arrival.IN_BACKWARD:
+    if host.decided.source is Source.BACKWARD:
         computes = "" if host.decided.peeks else ", and the host computes the weights"
         yield f"gradients go to the host during backward{computes}"
     elif host.decided.copies is not Copies.NONE:

@@ -37,7 +37,7 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.memory import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
-from deepspeed_ext.zenflow.plan.places import Arrival, Place
+from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.shown_state import nan_like
 from deepspeed_ext.zenflow.step.state_store import StateStore
@@ -245,7 +245,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
         ):
             group["params"] = [master]
-        self.cpu_offload = parts.host.decided.arrival is Arrival.IN_BACKWARD
+        self.cpu_offload = parts.host.decided.source is Source.BACKWARD
         self.device = get_accelerator().current_device_name()
         self._offload_gradient_safety_enabled = False
         if self.dtype == torch.float32 and not norm_shows_overflow():

@@ -29,7 +29,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.staging import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.shown_state import nan_like
 
@@ -70,7 +70,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self._pins_sums = keep_masters_on_host(kwargs)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would split by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
-        if self.host_optimizer.decided.arrival is Arrival.IN_BACKWARD:
+        if self.host_optimizer.decided.source is Source.BACKWARD:
             self.zenflow_parts.driver.gradients = HostGradients(
                 self._partitions.places(),
                 self.host_optimizer.coming_slot,
@@ -104,7 +104,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
-        if parts.host.decided.arrival is Arrival.IN_BACKWARD:
+        if parts.host.decided.source is Source.BACKWARD:
             self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
             return
         self.offload_optimizer = False
@@ -262,7 +262,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
+        if self.host_optimizer.decided.wait is Wait.FORWARD:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(

@@ -190,7 +190,7 @@ class ZenFlowConfig(ConfigSection):
         return self.overlapped and "prediction_error_factor" in OF_ONE_RULE[self.rule]
 
     @property
-    def arrives_late(self) -> bool:
+    def streams(self) -> bool:
         """Whether weights may be completed after the step."""
         return self.rule == "exact" and self.overlap_step is not False
 

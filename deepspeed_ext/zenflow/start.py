@@ -22,7 +22,7 @@ from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import thread_counts
 from deepspeed_ext.zenflow.step.heads import Heads
@@ -131,7 +131,7 @@ def _first_steps(
     """
     config, rule, count = start.run.config, plan.rule, threads.count
     pinned = threads.placement is not None and threads.placement.pin_each_thread
-    is_late = plan.weights_arrive is WeightsArrival.IN_FORWARD
+    is_late = plan.wait is Wait.FORWARD
     stay = pinned or is_on_cpu or is_late or rule.limits or not config.autotune
     counts = (count,) if stay else thread_counts(count)
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):

@@ -15,7 +15,6 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of
 from deepspeed_ext.zenflow.rules.predictive.schedule import (
     PredictivePlan,
     PredictiveSchedule,
-    WeightSource,
 )
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from studies.numerics.rule import Gradient, Host, Rule, Start
@@ -85,7 +84,7 @@ class Ours(Rule):
         self, plan: PredictivePlan, part: _Part, grad: torch.Tensor, step: AdamStep
     ) -> None:
         host = part.host
-        if plan.source is WeightSource.EXACT:
+        if not plan.predicts:
             host.step(grad, step)
             part.weights.copy_(host.published)
             if plan.publish_ahead:

@@ -163,7 +163,7 @@ def run_guarded(
         return measure(sample)
 
     def advance(schedule: PredictiveSchedule, plan: PredictivePlan) -> None:
-        run.sources.append(plan.source.value)
+        run.sources.append("predicted" if plan.predicts else "exact")
         advance_as_usual(schedule, plan)
 
     advance_as_usual = PredictiveSchedule.advance

@@ -35,7 +35,7 @@ from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.phases import Phase
-from deepspeed_ext.zenflow.plan.places import Arrival, Place
+from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -310,7 +310,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
     if (
         idle is not None
-        and adam.decided.arrival is Arrival.IN_BACKWARD
+        and adam.decided.source is Source.BACKWARD
         and not engine.optimizer._sums_apart
     ):
         found.untouched = idle.nbytes

@@ -23,7 +23,6 @@ from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.inside_step import Transfers
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -72,7 +71,7 @@ def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
             _patch(stack, Transfers, "take", poison.take)
         _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
         _patch(stack, Estimator, "predict", poison.predict)
-        _patch(stack, Partition, "take_published", poison.take_published)
+        _patch(stack, Transfers, "write", poison.write)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, OptimizerProcess, "submit", poison.submit)
         _patch(stack, SelectiveRule, "to_hand_over", poison.step_hot)
@@ -123,12 +122,12 @@ class _Poison:
 
         return method
 
-    def take_published(self, original: Callable[..., int]) -> Callable[..., int]:
-        def method(partition: Partition, transfers: Transfers, *chunk: Any) -> int:
+    def write(self, original: Callable[..., int]) -> Callable[..., int]:
+        def method(transfers: Transfers, index: int, *chunk: Any) -> int:
             part = slice(*chunk[0]) if chunk and chunk[0] is not None else slice(None)
-            partition.weights()[part].fill_(float("nan"))
+            transfers.weights[index]()[part].fill_(float("nan"))
             delay()
-            return original(partition, transfers, *chunk)
+            return original(transfers, index, *chunk)
 
         return method
 
@@ -198,7 +197,7 @@ def synchronous() -> Iterator[None]:
             (HiddenTransfers, "depart"),
             (HiddenTransfers, "_landed"),
             (Estimator, "predict"),
-            (Partition, "take_published"),
+            (Transfers, "write"),
             (PredictiveRule, "_read_results"),
             (SelectiveRule, "to_hand_over"),
         ):

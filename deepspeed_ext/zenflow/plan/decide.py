@@ -23,11 +23,11 @@ from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.phases import nbytes_of
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
-    Arrival,
     Copies,
     Place,
     Places,
-    WeightsArrival,
+    Source,
+    Wait,
 )
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
@@ -53,10 +53,8 @@ TYPICAL = Speeds(link=20e9, host=100e9)
 """Assumed for a rank with an accelerator. Only their ratio matters."""
 
 Partitions = tuple[Run, ...]
-_ON_ACCELERATOR = Places(
-    Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Arrival.AFTER_Y
-)
-_IN_BACKWARD = Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Arrival.IN_BACKWARD)
+_ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Source.COPY)
+_IN_BACKWARD = Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Source.BACKWARD)
 
 
 def decide(
@@ -136,7 +134,7 @@ class _Planner:
             if share.is_measured and places.gradient is Place.HOST:
                 share = _Share(1.0, "gradients wait on the host, where they arrive in backward")
             for landed, of_copies in self.landing(places, share.on_host):
-                reasons = *stays, of_gradients, share.reason, of_copies, self.weights[1]
+                reasons = *stays, of_gradients, share.reason, of_copies, self.wait[1]
                 plans.append(self.plan(landed, share, reasons))
         return _fastest(plans)
 
@@ -178,7 +176,7 @@ class _Planner:
             reasons=(),
             caller=self.facts.caller,
             saves_beside=self.config.async_save,
-            weights_arrive=self.weights[0],
+            wait=self.wait[0],
             peeks=self.peeks,
         )
 
@@ -192,22 +190,22 @@ class _Planner:
     # -- when weights arrive -----------------------------------------------------------------------
 
     @property
-    def weights(self) -> tuple[WeightsArrival, Reason]:
+    def wait(self) -> tuple[Wait, Reason]:
         """When exact weights are complete. At stages 1 and 2 a parameter may be read between step
         and forward without any call that could wait; at stage 3 it is gathered first."""
-        arrives, why = WeightsArrival.IN_STEP, "steps predict their weights, or wait"
-        if self.config.arrives_late and self.facts.caller.partitions_weights:
-            arrives = WeightsArrival.IN_FORWARD
+        wait, why = Wait.STEP, "steps predict their weights, or wait"
+        if self.config.streams and self.facts.caller.partitions_weights:
+            wait = Wait.FORWARD
             why = "at stage 3 weights are gathered before they are read"
-        elif self.config.arrives_late:
+        elif self.config.streams:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
-        return arrives, Reason(f"weights arrive {arrives.value}", why)
+        return wait, Reason(f"weights arrive {wait.value}", why)
 
     @property
     def peeks(self) -> bool:
         """Whether the worker computes exact weights before it steps: not where it shares its cores
         with the forward that would hide the steps."""
-        return self.config.arrives_late and not self.facts.is_on_cpu
+        return self.config.streams and not self.facts.is_on_cpu
 
     @property
     def may_stream(self) -> bool:
@@ -246,7 +244,7 @@ class _Planner:
         if self.facts.is_on_cpu:
             return _Share(1.0, "the CPU is the accelerator")
         is_short = self.host_shortage(_ON_ACCELERATOR, 1.0) is not None
-        is_late = self.weights[0] is WeightsArrival.IN_FORWARD  # so no step is synchronous
+        is_late = self.wait[0] is Wait.FORWARD  # so no step is synchronous
         if self.config.autotune and not (self.rule.limits or is_late or is_short):
             why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
             return _Share(1.0, why, is_open=True, is_measured=True)
@@ -431,7 +429,7 @@ class _Planner:
         numel = sum(on_host * times for on_host, times in sizes)
         largest = max((on_host for on_host, _ in sizes), default=0)
         whole = Chunks(self.rule.block_size, chunk_numel(numel, self.rule.block_size))
-        if self.rule.slots(places.arrival) > 1:
+        if self.rule.slots(places.source) > 1:
             return whole, Reason(name, "whole, because the next one comes before y is read")
         if not self.dtypes.y_replaces_gradient:
             return whole, Reason(name, "whole, because y does not fit into their place")

@@ -128,7 +128,7 @@ class Held:
         step = self.plan.rule.nbytes(
             numel - head,
             self._item,
-            arrived_bytes=DTYPE_BYTES[self.plan.dtypes.published],
+            y_bytes=DTYPE_BYTES[self.plan.dtypes.published],
             in_place=self.plan.copies is Copies.BESIDE_STEP,
         ).step
         share = head_step_bytes(head, self.plan.rule.block_size, self.plan.rule.layout)
@@ -139,8 +139,8 @@ class Held:
         the accelerator; none if the weights stay on the host."""
         if self.plan.places.weights is Place.HOST:
             return []
-        arrived = DTYPE_BYTES[self.plan.dtypes.published]
-        converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self._item else 0
+        y = DTYPE_BYTES[self.plan.dtypes.published]
+        converted = y * min(numel, CONVERTED_NUMEL) if y != self._item else 0
         return _parts({"temporaries": converted}, Memory.ACCELERATOR)
 
     def _aside(self, memory: Memory) -> Part:

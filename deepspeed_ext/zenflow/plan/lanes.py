@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed_ext.zenflow.plan.chunks import chunk_numel
-from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
@@ -151,6 +151,6 @@ def _peeked(
     up = 0.0 if plan.copies is Copies.NONE else up
     first = min(1.0, chunk_numel(numel, plan.rule.block_size) / max(1, numel))
     begins, rest = first * (down + peek + up), (1.0 - first) * max(down, peek, up)
-    if plan.weights_arrive is WeightsArrival.IN_STEP:
+    if plan.wait is Wait.STEP:
         return Lanes(down, up, host, begins + rest, host)
     return Lanes(down, up, host, begins, rest, 1.0 - first, 0.0, max(down, peek) + host)

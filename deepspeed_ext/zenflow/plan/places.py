@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["EVERYTHING_ON_HOST", "Arrival", "Copies", "Place", "Places", "WeightsArrival"]
+__all__ = ["EVERYTHING_ON_HOST", "Copies", "Place", "Places", "Source", "Wait"]
 
 
 class Place(enum.Enum):
@@ -17,24 +17,26 @@ class Place(enum.Enum):
     """Nowhere as a whole: it passes through the host in chunks, which take turns in a few slots."""
 
 
-class Arrival(enum.Enum):
-    """When a gradient reaches its slot of the ring on the host."""
+class Source(enum.Enum):
+    """Where gradients come from, and so when they reach their slots of the ring on the host."""
 
-    IN_BACKWARD = "in backward"
-    """Before its step begins."""
-    BEFORE_Y = "before y is read"
-    """In its step, perhaps before the step reads y: DeepSpeed's gradients are host memory, too."""
-    AFTER_Y = "after y is read"
-    """In its step, after the step has read y in the same slot."""
+    BACKWARD = "in backward"
+    """Before their step begins."""
+    HOST = "on the host"
+    """In their step, perhaps before it reads y: DeepSpeed's gradients are host memory, too."""
+    COPY = "copied"
+    """In their step, after it has read y in the same slot."""
 
 
-class WeightsArrival(enum.Enum):
-    """When the weights of a step are complete."""
+class Wait(enum.Enum):
+    """What waits for the weights that follow from the gradients that a step hands over."""
 
-    IN_STEP = "in the step"
-    """All of them before the step returns."""
-    IN_FORWARD = "in the next forward"
-    """Each chunk comes from the worker when stage 3 first gathers it after an exact step."""
+    STEP = "in the step"
+    """The step itself."""
+    FORWARD = "in the next forward"
+    """Stage 3: each gather waits for the chunks that it reads."""
+    NEXT_STEP = "in the next step"
+    """The next step; this one predicts its weights, or its gradients do not count yet."""
 
 
 class Copies(enum.Enum):
@@ -63,7 +65,7 @@ class Places:
         handed_over: gradients from their step to the worker's pass; whole in the ring, or in
             transit.
         published: y when the step reads it; on the accelerator in a landing buffer.
-        arrival: when a gradient reaches the ring.
+        source: where gradients come from.
         state: p and the moments; those of the elements that step on the accelerator are there.
     """
 
@@ -71,7 +73,7 @@ class Places:
     gradient: Place
     handed_over: Place
     published: Place
-    arrival: Arrival
+    source: Source
     state: Place = Place.HOST
 
     @property
@@ -84,5 +86,5 @@ class Places:
         return Copies.WEIGHTS if self.gradient is Place.HOST else Copies.INSIDE_STEP
 
 
-EVERYTHING_ON_HOST = Places(Place.HOST, Place.HOST, Place.HOST, Place.HOST, Arrival.BEFORE_Y)
+EVERYTHING_ON_HOST = Places(Place.HOST, Place.HOST, Place.HOST, Place.HOST, Source.HOST)
 """The places if the CPU is the accelerator."""

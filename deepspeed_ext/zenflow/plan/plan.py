@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
 )
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
-from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wait
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
 __all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "head_of"]
@@ -97,7 +97,7 @@ class ZenFlowPlan:
         caller: what the ZeRO optimizer around ZenFlow does.
         cpus: CPUs of this rank's two processes; None: not known.
         saves_beside: whether checkpoints are written beside training.
-        weights_arrive: when the weights of a step are complete.
+        wait: what waits for exact weights.
         peeks: whether the worker computes exact weights before it steps (`step.stream`).
     """
 
@@ -113,7 +113,7 @@ class ZenFlowPlan:
     measures_share: bool = False
     cpus: Cpus | None = None
     saves_beside: bool = False
-    weights_arrive: WeightsArrival = WeightsArrival.IN_STEP
+    wait: Wait = Wait.STEP
     peeks: bool = False
 
     # -- places ------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class ZenFlowPlan:
     @property
     def streams(self) -> bool:
         """Whether exact weights are waited for where they are used, or peeked at."""
-        return self.peeks or self.weights_arrive is WeightsArrival.IN_FORWARD
+        return self.peeks or self.wait is Wait.FORWARD
 
     @property
     def copies(self) -> Copies:
@@ -129,9 +129,9 @@ class ZenFlowPlan:
         return self.places.copies
 
     @property
-    def arrival(self) -> Arrival:
-        """When gradients reach the ring."""
-        return self.places.arrival
+    def source(self) -> Source:
+        """Where gradients come from."""
+        return self.places.source
 
     @property
     def decisions(self) -> tuple[object, ...]:
@@ -139,7 +139,7 @@ class ZenFlowPlan:
         arrays."""
         places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
         share = self.host_share, self.measures_share
-        of_weights = self.weights_arrive, self.peeks
+        of_weights = self.wait, self.peeks
         return (self.rule, self.dtypes, places, share, self.shortage, *of_weights)
 
     # -- the arena ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class ZenFlowPlan:
             dtypes=self.dtypes,
             per_block=self.rule.per_block(self.places),
             lifts_y=self.places.weights is Place.ACCELERATOR,
-            slots=0 if passes else self.rule.slots(self.places.arrival),
+            slots=0 if passes else self.rule.slots(self.places.source),
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
-from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
+from deepspeed_ext.zenflow.plan.places import Place, Places, Source
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
@@ -76,7 +76,7 @@ class RuleSettings(ABC):
     """What the user should know of the settings; None: nothing."""
 
     @abstractmethod
-    def slots(self, arrival: Arrival) -> int:
+    def slots(self, source: Source) -> int:
         """Slots of a partition's gradients, which they take in turn."""
 
     @property
@@ -99,14 +99,14 @@ class RuleSettings(ABC):
         numel: int,
         weights_bytes: int = 0,
         *,
-        arrived_bytes: int = 0,
+        y_bytes: int = 0,
         in_place: bool = False,
     ) -> RuleBytes:
         """The bytes that the rule takes for a partition.
 
         Args:
             weights_bytes: bytes of an element of the weights.
-            arrived_bytes: bytes of an element of y.
+            y_bytes: bytes of an element of y.
             in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
                 parts.
         """
@@ -123,14 +123,14 @@ class RuleSettings(ABC):
         return self.layout.per_block_width(self.block_size)
 
 
-def slots_at(arrival: Arrival) -> int:
+def slots_at(source: Source) -> int:
     """Number of slots for gradients that overlapped steps need.
 
     Note: [the slot of y]
     y replaces the gradient that went into it, in its slot. The slot may be reused once the step has
     read y, so not if the next gradient arrives before that.
     """
-    return 1 if arrival is Arrival.AFTER_Y else 2
+    return 1 if source is Source.COPY else 2
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class PredictiveSettings(RuleSettings):
             layout=layout,
         )
 
-    def slots(self, arrival: Arrival) -> int:
-        return slots_at(arrival) if self.overlapped else 1
+    def slots(self, source: Source) -> int:
+        return slots_at(source) if self.overlapped else 1
 
     @property
     def estimates(self) -> bool:
@@ -172,7 +172,7 @@ class PredictiveSettings(RuleSettings):
         numel: int,
         weights_bytes: int = 0,
         *,
-        arrived_bytes: int = 0,
+        y_bytes: int = 0,
         in_place: bool = False,
     ) -> RuleBytes:
         """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
@@ -187,13 +187,13 @@ class PredictiveSettings(RuleSettings):
         entries = -(-numel // self.block_size) * self.per_block_width
         kept = {remembered: FLOAT_BYTES * entries}
         chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
-        arrived = 0 if in_place else chunk * arrived_bytes
+        y = 0 if in_place else chunk * y_bytes
         factor = FLOAT_BYTES * -(-chunk // self.block_size)
         if self.layout.with_signs:
-            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
+            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else y_bytes))
             return RuleBytes(kept, saved=tuple(kept.values()), step=step)
         narrow = weights_bytes < FLOAT_BYTES
-        step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(arrived, factor)
+        step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(y, factor)
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 

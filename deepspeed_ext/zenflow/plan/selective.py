@@ -9,7 +9,7 @@ from typing import ClassVar
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
-from deepspeed_ext.zenflow.plan.places import Arrival, Places
+from deepspeed_ext.zenflow.plan.places import Places, Source
 from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -69,8 +69,8 @@ class SelectiveSettings(RuleSettings):
             warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
         )
 
-    def slots(self, arrival: Arrival) -> int:
-        return 2 if self.overlapped and arrival is not Arrival.AFTER_Y else 1
+    def slots(self, source: Source) -> int:
+        return 2 if self.overlapped and source is not Source.COPY else 1
 
     @property
     def estimates(self) -> bool:
@@ -90,7 +90,7 @@ class SelectiveSettings(RuleSettings):
         numel: int,
         weights_bytes: int = 0,
         *,
-        arrived_bytes: int = 0,
+        y_bytes: int = 0,
         in_place: bool = False,
     ) -> RuleBytes:
         """Kept: p, m, v and the numbers of the hot blocks, and the mean of the interval's

@@ -22,7 +22,6 @@ from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
 from deepspeed_ext.zenflow.transfers import streams
@@ -117,7 +116,6 @@ class WorkerLink:
         home: the process that owns this object.
         arena, process, transfers, page_locks, metrics: see their classes.
         phase: state of the newest update.
-        arrivals: the weights that are on their way.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to
             files.
         longest_wait_seconds: longest wait, even with progress, before other ranks' collective would
@@ -131,7 +129,6 @@ class WorkerLink:
     arena: Arena
     process: OptimizerProcess
     transfers: Transfers
-    arrivals: WeightArrivals | Stream
 
     def __init__(
         self,
@@ -168,11 +165,6 @@ class WorkerLink:
     def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
         """Build the transfers of `plan`, and lock their memory."""
         self.transfers = self._transfers(plan, buffers)
-        self.arrivals = (
-            self.transfers
-            if isinstance(self.transfers, Stream)
-            else WeightArrivals(self.transfers, self.metrics)
-        )
         parts = self.process, self.transfers, self.page_locks
         # Runs at `close` or at garbage collection, but not at exit, which frees everything without
         # waiting.
@@ -218,7 +210,7 @@ class WorkerLink:
                 self.process,
                 results,
                 plan.rule.block_size,
-                self.metrics,
+                waiting,
                 plan.copies,
                 weights,
                 self._timeout_seconds,
@@ -267,7 +259,7 @@ class WorkerLink:
         *,
         gradients: int,
         publishes: bool,
-        arriving: Iterable[int] = (),
+        gives: Iterable[int] = (),
     ) -> None:
         """Send the gradients that `transfers` has taken, and hand over work on them and earlier
         ones. Does nothing if this rank has failed.
@@ -276,9 +268,9 @@ class WorkerLink:
             tasks: at most one task per partition.
             gradients: number of gradients per task.
             publishes: whether the worker's results are read before the next gradients are taken.
-            arriving: partitions whose weights will be copied from what the worker publishes.
+            gives: partitions whose weights the worker gives.
         """
-        self.arrivals.expect(arriving)
+        self.transfers.expect(gives)
         if self.failed:
             return
         with self.deferring_errors():
@@ -299,7 +291,7 @@ class WorkerLink:
         self.home.require()
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
-                self.arrivals.free(index, span, Patience(self.longest_wait_seconds))
+                self.transfers.free(index, span, Patience(self.longest_wait_seconds))
         self._lose_if_failed([(index, span)])
 
     def start_copies(self) -> None:
@@ -320,7 +312,7 @@ class WorkerLink:
             with self.deferring_errors():
                 within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
-                self.arrivals.complete(within)
+                self.metrics.bytes_up += self.transfers.complete(within)
                 seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
@@ -338,20 +330,20 @@ class WorkerLink:
         Raises:
             StateError: this is a forked process, whose parent's weights are on their way.
         """
-        if not self.arrivals.are_due:
+        if not self.transfers.are_due:
             return
         self.home.require()
         used = None if parts is None else list(parts)
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
                 within = Patience(self.longest_wait_seconds)
-                self.arrivals.complete(within, used)
+                self.metrics.bytes_up += self.transfers.complete(within, used)
         self._lose_if_failed(used)
 
     def _lose_if_failed(self, parts: Sequence[tuple[int, Span]] | None = None) -> None:
         if self.failed:
             with self.deferring_errors():
-                self.arrivals.lose(parts)
+                self.transfers.lose(parts)
 
     def wait_together(self) -> None:
         """Wait for everything in flight. A collective.
@@ -390,7 +382,8 @@ class WorkerLink:
             if passes:
                 self.wait()
             elif not self.failed:
-                self.arrivals.complete(Patience(self.longest_wait_seconds))
+                within = Patience(self.longest_wait_seconds)
+                self.metrics.bytes_up += self.transfers.complete(within)
         self._lose_if_failed()
         self.raise_deferred()
 

@@ -17,7 +17,7 @@ from deepspeed_ext.runtime.memory import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan.places import Place, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
@@ -92,7 +92,7 @@ class HostOptimizer:
         self.is_offloaded = False
         self.first_steps: Observer | None = None
         self._parked: Parked | None = None
-        link.arrivals.partitions = state.partitions
+        link.transfers.weights = [each.weights for each in state.partitions]
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class HostOptimizer:
             self.state.take_back()
             if self.rule.schedule.plan().waits_first:
                 self._receive()
-                self.rule.arrived()
+                self.rule.inspect()
             self.plan = self.rule.schedule.plan()
 
     def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
@@ -152,10 +152,7 @@ class HostOptimizer:
             # the worker steps this partition while the next gradient is prepared
             if plan.waits_last and not self.decided.peeks:
                 task = self.rule.task(plan, partition)
-                arriving = [index] if plan.weights_arrive else ()
-                self.link.depart(
-                    [task], gradients=plan.handed_over, publishes=True, arriving=arriving
-                )
+                self.link.depart([task], gradients=plan.handed_over, publishes=True, gives=[index])
 
     def finish_weights(self, *, starts_copies: bool = True) -> None:
         """Write the new weights of all partitions, once all gradients have been taken. A
@@ -220,8 +217,8 @@ class HostOptimizer:
         return []
 
     def _depart(self, plan: StepPlan, tasks: list[WorkerTask], *, publishes: bool) -> None:
-        arriving = range(len(self.state.counts)) if plan.weights_arrive else ()
-        self.link.depart(tasks, gradients=plan.handed_over, publishes=publishes, arriving=arriving)
+        gives = () if plan.wait is Wait.NEXT_STEP else range(len(self.state.counts))
+        self.link.depart(tasks, gradients=plan.handed_over, publishes=publishes, gives=gives)
 
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
@@ -251,7 +248,7 @@ class HostOptimizer:
         self, parts: Iterable[tuple[int, Span]] | None = None, *, first: bool = False
     ) -> None:
         """Complete the last step's weights that are used now, on this rank alone. Waits only if
-        weights arrive in forward (`ZenFlowPlan.weights_arrive`).
+        weights arrive in forward (`ZenFlowPlan.wait`).
 
         Args:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
@@ -259,7 +256,7 @@ class HostOptimizer:
         """
         used = None if parts is None else self.state.on_host(parts)
         if first and used:
-            self.link.arrivals.put_first(used)
+            self.link.transfers.put_first(used)
         self.link.complete(used)
 
     # -- states on the host ------------------------------------------------------------------------
@@ -321,7 +318,8 @@ class HostOptimizer:
             heads: hold p and the moments of the rest.
         """
         self.decided = plan
-        self.state.partitions = self.link.arrivals.partitions = partitions
+        self.state.partitions = partitions
+        self.link.transfers.weights = [each.weights for each in partitions]
         self.state.heads = heads
         self.rule.restart(None, partitions)
         if plan.places.handed_over is Place.HOST:  # slots of whole gradients

@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place, Places
-from deepspeed_ext.zenflow.transfers.inside_step import Transfers
-from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["Partition", "WholeState"]
 
@@ -87,18 +83,3 @@ class Partition:
     def device(self) -> torch.device:
         """Where the weights are computed: device of the gradients, and of what the rule keeps."""
         return torch.device("cpu") if self.places.gradient is Place.HOST else self.weights().device
-
-    def take_published(
-        self, transfers: Transfers, chunk: Span | None = None, within: Patience | None = None
-    ) -> int:
-        """Copy y to the weights; return the bytes of y. Arguments as for `Transfers.published`."""
-        weights, nbytes = self.weights(), 0
-        for span, published in transfers.published(self.index, chunk, within):
-            # A converting copy needs a temporary of y's dtype on the accelerator; copying in parts
-            # bounds it.
-            part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
-            parts = weights[slice(*span)].split(part_numel)
-            for part, arrived in zip(parts, published.split(part_numel), strict=True):
-                part.copy_(arrived, non_blocking=True)
-            nbytes += published.nbytes
-        return nbytes

@@ -53,7 +53,7 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     # -- one optimizer step, in this order ---------------------------------------------------------
 
-    def arrived(self) -> None:
+    def inspect(self) -> None:
         """Inspect the update that has arrived, while its gradients are still in their slots, before
         the step is planned. Called if the coming step waits first. A collective if the schedule
         asks for it, on every rank or on none."""
@@ -150,4 +150,4 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's y to its weights."""
-        self._metrics.bytes_up += partition.take_published(self._link.transfers)
+        self._metrics.bytes_up += self._link.transfers.write(partition.index)

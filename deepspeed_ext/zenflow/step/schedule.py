@@ -11,31 +11,30 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
+from deepspeed_ext.zenflow.plan.places import Wait
+
 __all__ = ["Schedule", "State", "StepPlan"]
 
 
-@dataclass(frozen=True)
-class StepPlan(ABC):
-    """Describes one optimizer step, as far as it does not depend on the rule."""
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Describes one optimizer step.
 
-    handed_over: int
-    """Gradients handed over in this step: 0 or 1."""
+    Attributes:
+        wait: what waits for the worker's results.
+        handed_over: gradients handed over in this step: 0 or 1.
+        waits_first: whether the update in flight must arrive before this step's weights are
+            computed.
+    """
+
+    wait: Wait
+    handed_over: int = 1
+    waits_first: bool = True
 
     @property
-    @abstractmethod
-    def waits_first(self) -> bool:
-        """Whether the update in flight must arrive before this step's weights are computed."""
-
-    @property
-    @abstractmethod
     def waits_last(self) -> bool:
         """Whether this step waits for the update that it hands over."""
-
-    @property
-    def weights_arrive(self) -> bool:
-        """Whether the weights are copied from what the worker publishes for this step's gradients
-        (see `WeightArrivals`)."""
-        return False
+        return self.wait is Wait.STEP
 
 
 @dataclass(frozen=True)

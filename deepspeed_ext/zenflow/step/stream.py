@@ -16,8 +16,6 @@ the pass itself gives the weights.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,20 +24,17 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
+from deepspeed_ext.zenflow.transfers.given_weights import Key
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["Stream", "WeightSlot"]
-
-_Key = tuple[int, int]
-"""A partition and the first element of a chunk of it."""
 
 
 class _Events:
@@ -94,24 +89,15 @@ class Stream(Transfers):
     returns. `put_first` makes chunks of their own of it, which are small and travel before all
     others; otherwise a step would wait for every chunk that holds a norm.
 
-    Note: [lost weights]
-    If a worker fails between two steps, its rank must not raise alone, and its old weights look
-    right. So weights that can no longer arrive become NaN, until all ranks raise the error together
-    (see Note: [an error of one rank]). They count as on their way until they are used, as on the
-    other ranks: stage 3 prefetches, which is a collective, only while none are.
-
     Note: [one gradient, two readers]
     A pass must see the gradient, the factor and the step number that its peek has seen. So a slot
     is free for the next gradient only when its pass has ended (`free`), and both tasks are made
     from the same message.
 
     Args:
-        process, results, block_size, metrics, copies: as for `Transfers`.
+        process, results, block_size, waiting, copies: as for `Transfers`.
         slots: of peeked weights; empty: the pass gives the weights, in the place of the gradient.
         timeout_seconds: time without progress after which waiting is an error.
-
-    Attributes:
-        partitions: in order; set before the first step.
     """
 
     def __init__(
@@ -119,28 +105,23 @@ class Stream(Transfers):
         process: OptimizerProcess,
         results: Sequence[Sequence[Results]],
         block_size: int,
-        metrics: Metrics,
+        waiting: Stopwatch,
         copies: Copies,
         slots: Sequence[WeightSlot],
         timeout_seconds: float,
     ) -> None:
-        super().__init__(process, results, block_size, metrics.waiting, copies)
-        self.partitions: Sequence[Partition] = ()
-        self._metrics = metrics
-        self._awaited: dict[_Key, Span] = {}
+        super().__init__(process, results, block_size, waiting, copies)
         # In which order the last forward used chunks, and this one so far. Copies and passes follow
         # it. A wrong order, as after another branch of the model, only costs time.
-        self._spans: dict[int, list[Span]] = {}  # chunks of each partition
-        self._first: set[_Key] = set()
-        self._uses: dict[_Key, int] = {}
-        self._noted: dict[_Key, int] = {}
+        self._first: set[Key] = set()
+        self._uses: dict[Key, int] = {}
+        self._noted: dict[Key, int] = {}
         self._peeked_slots = slots
-        self._landed: dict[_Key, Any] = {}  # events after the copies to the weights
-        self._here: dict[_Key, Latch] = {}
-        self._passed: dict[_Key, Latch] = {}
+        self._landed: dict[Key, Any] = {}  # events after the copies to the weights
+        self._here: dict[Key, Latch] = {}
+        self._passed: dict[Key, Latch] = {}
         self._passes: list[Parcel] = []  # of peeked chunks, not sent yet
-        self._arrived: dict[_Key, Any] = {}  # events after the copies of gradients
-        self._lost: set[_Key] = set()  # of those awaited
+        self._came_down: dict[Key, Any] = {}  # events after the copies of gradients
         self._up: Any = streams.new_stream() if self._lifts else None
         self._courier = Courier(get_accelerator().current_device(), timeout_seconds)
 
@@ -155,7 +136,7 @@ class Stream(Transfers):
         with get_accelerator().stream(self._down):
             for _, span in self.in_order([index]):
                 slot[slice(*span)].copy_(grad[slice(*span)], non_blocking=True)
-                self._arrived[index, span.begin] = self._recorded(self._down)
+                self._came_down[index, span.begin] = streams.recorded(self._down)
             grad.record_stream(self._down)
         self._bound_copies()
 
@@ -194,12 +175,6 @@ class Stream(Transfers):
             self._spans[index] = sorted([*first, *chunks])
             self._first |= {(index, span.begin) for span in first}
 
-    def _chunks(self, index: int) -> list[Span]:
-        """The chunks of a partition, in the order of their elements."""
-        if index not in self._spans:
-            self._spans[index] = [span for _, span in super().in_order([index])]
-        return self._spans[index]
-
     def free(self, index: int, span: Span, within: Patience) -> None:
         """Wait until the worker has read the gradient of `span`, so that the next one may take its
         place; on this rank alone.
@@ -231,7 +206,7 @@ class Stream(Transfers):
 
     def _first_visit(self, index: int, span: Span, task: WorkerTask, number: int) -> Parcel:
         """The parcel that brings a chunk's weights: by a peek, or by the pass."""
-        key, target = (index, span.begin), self.partitions[index].weights()[slice(*span)]
+        key, target = (index, span.begin), self.weights[index]()[slice(*span)]
         if self._peeked_slots:
             number %= len(self._peeked_slots)
             slot = self._peeked_slots[number]
@@ -240,10 +215,10 @@ class Stream(Transfers):
         else:
             chunk = _Chunk(self._host_results(index).published[slice(*span)], target, None)
             task = replace(task, span=span)
-        arrived = self._arrived.pop(key, None)
+        down = self._came_down.pop(key, None)
         parcel = Parcel(
             # called when the chunk before in this slot has been brought up
-            lambda: _Events(arrived, None if chunk.slot is None else chunk.slot.free),
+            lambda: _Events(down, None if chunk.slot is None else chunk.slot.free),
             task=task,
             bring_up=partial(self._bring_up, key, chunk),
             index=index,
@@ -258,7 +233,7 @@ class Stream(Transfers):
         self._passed[index, span.begin] = parcel.here
         return parcel
 
-    def _bring_up(self, key: _Key, chunk: _Chunk) -> None:
+    def _bring_up(self, key: Key, chunk: _Chunk) -> None:
         """Start the copy of a chunk's new weights to their place. Called by the courier."""
         with torch.no_grad():
             if self._up is None:
@@ -266,7 +241,7 @@ class Stream(Transfers):
                 return
             with get_accelerator().stream(self._up):
                 chunk.target.copy_(chunk.source, non_blocking=True)
-        self._landed[key] = self._recorded(self._up)
+        self._landed[key] = streams.recorded(self._up)
         if chunk.slot is not None:
             chunk.slot.free = self._landed[key]
 
@@ -278,26 +253,22 @@ class Stream(Transfers):
         copies."""
         return bool(self._awaited or self._landed)
 
-    @property
-    def are_awaited(self) -> bool:
-        """Whether any weights are on their way."""
-        return bool(self._awaited)
-
-    def expect(self, indices: Iterable[int]) -> None:
-        """Register that these partitions' weights will come, before their tasks depart."""
-        for index, span in self.in_order(indices):
-            self._awaited[index, span.begin] = span
-
-    def complete(self, within: Patience, parts: Iterable[tuple[int, Span]] | None = None) -> None:
+    def complete(
+        self, within: Patience | None, parts: Iterable[tuple[int, Span]] | None = None
+    ) -> int:
         """Wait for weights, and order work on the current stream after their copies.
 
         Args:
             within: longest wait in all.
             parts: partitions, and spans of their elements, that are used now; None: everything.
 
+        Returns:
+            Bytes that have come.
+
         Raises:
             WorkerError: the worker has failed.
         """
+        nbytes = 0
         if parts is None:
             wanted = [*self._awaited, *(self._landed.keys() - self._awaited)]
             if self._noted:
@@ -308,44 +279,17 @@ class Stream(Transfers):
             if (span := self._awaited.get(key)) is not None:
                 if parts is not None:
                     self._noted.setdefault(key, len(self._noted))
-                self._receive(key, span, within)
+                nbytes += self._receive(key, span, within)
             if (landed := self._landed.get(key)) is not None:
                 get_accelerator().current_stream().wait_event(landed)
+        return nbytes
 
-    def _receive(self, key: _Key, span: Span, within: Patience) -> None:
-        """Wait until the courier has started the copy of a chunk's weights."""
+    def _receive(self, key: Key, span: Span, within: Patience | None) -> int:
+        """Wait until the courier has started the copy of a chunk's weights; return their bytes."""
         self._courier.wait_for(self._here[key], within)
-        self._metrics.bytes_up += span.numel * self._host_results(key[0]).published.itemsize
         del self._awaited[key]
         self._lost.discard(key)
-
-    def lose(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
-        """Fill weights that are on their way with NaN; see Note: [lost weights].
-
-        Args:
-            parts: what is used now; None: everything.
-        """
-        for key in self._awaited.keys() - self._lost:
-            # Held for longer than its slice: a collected engine ends here when the interpreter
-            # does, and torch then aborts on a tensor that only a slice still holds.
-            weights = self.partitions[key[0]].weights()
-            with torch.no_grad():
-                weights[slice(*self._awaited[key])].fill_(math.nan)
-            self._lost.add(key)
-        for key in list(self._lost) if parts is None else list(self._chunks_of(parts)):
-            if key in self._awaited:
-                del self._awaited[key]
-                self._lost.discard(key)
-
-    def _chunks_of(self, parts: Iterable[tuple[int, Span]]) -> Iterator[_Key]:
-        for index, span in parts:
-            chunks = self._chunks(index)
-            at = max(0, bisect_right(chunks, span.begin, key=lambda chunk: chunk.begin) - 1)
-            for chunk in chunks[at:]:
-                if chunk.begin >= span.end:
-                    break
-                if chunk.end > span.begin:
-                    yield index, chunk.begin
+        return span.numel * self._host_results(key[0]).published.itemsize
 
     # -- waits -------------------------------------------------------------------------------------
 
@@ -360,12 +304,6 @@ class Stream(Transfers):
 
     def _used(self) -> list[Any]:
         return [*super()._used(), *([] if self._up is None else [self._up])]
-
-    @staticmethod
-    def _recorded(stream: Any) -> Any:
-        event = streams.blocking_event()
-        event.record(stream)
-        return event
 
 
 def _around(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:

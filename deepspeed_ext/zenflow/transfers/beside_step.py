@@ -228,9 +228,7 @@ class HiddenTransfers(Transfers):
         taken = [index for index, buffer in enumerate(self._buffers) if buffer.is_full]
         if not taken:
             return
-        filled = streams.blocking_event()
-        filled.record(get_accelerator().current_stream())
-        self._down.wait_event(filled)
+        self._down.wait_event(streams.recorded(get_accelerator().current_stream()))
         self._coming += self._parcels(taken, len(self._coming), self._send_down)
         for index in taken:
             self._buffers[index].is_full = False
@@ -244,8 +242,7 @@ class HiddenTransfers(Transfers):
         self.start()
         self._note_slots(tasks)
         parcels, self._coming = self._coming, []
-        departed = streams.blocking_event()
-        departed.record(get_accelerator().current_stream())
+        departed = streams.recorded(get_accelerator().current_stream())
         without = {task.partition for task in tasks} - {parcel.index for parcel in parcels}
         parcels += self._parcels(
             sorted(without), len(parcels), partial(self._nothing_down, departed)
@@ -296,7 +293,7 @@ class HiddenTransfers(Transfers):
                 self._down.wait_event(chunk.slot.free)
                 with self._downwards.measured():
                     chunk.start_down()
-            return self._arrived()
+            return streams.recorded(self._down)
 
     def _nothing_down(self, departed: Any, chunk: Chunk) -> Any:
         """`_send_down` for a chunk without a gradient: the event after which the slot is free and
@@ -306,12 +303,7 @@ class HiddenTransfers(Transfers):
         with get_accelerator().stream(self._down):
             self._down.wait_event(departed)
             self._down.wait_event(chunk.slot.free)
-            return self._arrived()
-
-    def _arrived(self) -> Any:
-        arrived = streams.blocking_event()
-        arrived.record(self._down)
-        return arrived
+            return streams.recorded(self._down)
 
     def _start_up(self, chunk: Chunk, index: int) -> None:
         with self._upwards.measured(self._up):

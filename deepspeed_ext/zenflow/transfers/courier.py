@@ -73,7 +73,7 @@ class Parcel:
             None: the result stays on the host.
         index, span: the partition, and its elements in this parcel.
         number: its number in the shipment.
-        arrived: the event; None before `send`.
+        down: the event; None before `send`.
         here: opens once the copy of the result has been started, or an error has ended the
             shipment.
     """
@@ -84,13 +84,13 @@ class Parcel:
     index: int = 0
     span: Span | None = None
     number: int = 0
-    arrived: Any = None
+    down: Any = None
     here: Latch = field(default_factory=Latch, init=False)
 
     def send(self) -> None:
         """Start its copy to the host, unless that is done."""
-        if self.arrived is None:
-            self.arrived = self.start_down()
+        if self.down is None:
+            self.down = self.start_down()
 
 
 class Shipment:
@@ -128,7 +128,7 @@ class Shipment:
         while self._parcels or with_worker:
             if self._parcels:
                 parcel = self._parcels.popleft()
-                parcel.arrived.synchronize()
+                parcel.down.synchronize()
                 number = process.newest if parcel.task is None else process.submit([parcel.task])
                 with_worker.append((parcel, number))
             if len(with_worker) > _PARCELS_AHEAD or not self._parcels:

@@ -14,6 +14,7 @@ from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers.given_weights import GivenWeights
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, chunk_of
@@ -41,7 +42,7 @@ class Results:
     block_means: torch.Tensor | None
 
 
-class Transfers:
+class Transfers(GivenWeights):
     """Copies inside the step: gradients to the arena on a separate stream, and results when they
     are read.
 
@@ -79,6 +80,7 @@ class Transfers:
         waiting: Stopwatch,
         copies: Copies,
     ) -> None:
+        super().__init__()
         self._process = process
         self._results = results
         self._block_size = block_size
@@ -131,8 +133,7 @@ class Transfers:
     def _bound_copies(self) -> None:
         """Wait for the copy before the newest one: otherwise flat gradients would pile up if the
         host runs ahead of the link."""
-        older, self._newest = self._newest, streams.blocking_event()
-        self._newest.record(self._down)
+        older, self._newest = self._newest, streams.recorded(self._down)
         if older is not None:
             older.synchronize()
 
@@ -164,14 +165,9 @@ class Transfers:
             self._slots[task.partition] = task.slot
             self._read.pop(task.partition, None)
 
-    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
-        """The chunks of partitions, in the order in which they depart."""
-        return [
-            (index, Span(begin, min(begin + self.chunk_numel, numel)))
-            for index in indices
-            for numel in (self._results[index][0].published.numel(),)
-            for begin in range(0, numel, self.chunk_numel)
-        ]
+    def _cut(self, index: int) -> list[Span]:
+        numel, most = self._results[index][0].published.numel(), self.chunk_numel
+        return [Span(begin, min(begin + most, numel)) for begin in range(0, numel, most)]
 
     def _batches(self, indices: Iterable[int]) -> Iterator[list[tuple[int, Span]]]:
         """The chunks of `in_order`, those together that go to the worker in one message: as many as
@@ -233,6 +229,13 @@ class Transfers:
             yield part, published[slice(*part)]
             if self._down is not None:
                 self._read.setdefault(index, []).append((part, self.ready()))
+
+    def free(self, index: int, span: Span, within: Patience) -> None:
+        """Wait until the worker has read the gradient of `span`; here the step has waited."""
+
+    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
+        """Let elements travel before all others; without effect here, where a step waits for
+        all."""
 
     def computed(
         self, weights: torch.Tensor, span: Span, *, reads: bool

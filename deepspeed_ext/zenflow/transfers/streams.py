@@ -39,11 +39,16 @@ def blocking_event() -> Any:
         return get_accelerator().Event()
 
 
+def recorded(stream: Any) -> Any:
+    """A blocking event after everything that was launched on `stream` so far."""
+    event = blocking_event()
+    event.record(stream)
+    return event
+
+
 def synchronize(stream: Any) -> None:
     """Wait for everything that was launched on `stream` so far."""
-    end = blocking_event()
-    end.record(stream)
-    end.synchronize()
+    recorded(stream).synchronize()
 
 
 def have_ended(streams: Collection[Any], seconds: float) -> bool:
@@ -56,9 +61,7 @@ def have_ended(streams: Collection[Any], seconds: float) -> bool:
     begin, ends = time.monotonic(), []
     try:
         for stream in streams:
-            end = blocking_event()
-            end.record(stream)
-            ends.append(end)
+            ends.append(recorded(stream))
         while not all(end.query() for end in ends):
             if (passed := time.monotonic() - begin) > seconds:
                 return False

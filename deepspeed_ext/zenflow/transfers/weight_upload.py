@@ -66,15 +66,14 @@ class WeightUpload:
                 buffer = self._buffers[number % 2][: piece.end - piece.begin]
                 if reads:
                     fetched = fetched or self._fetch(weights, piece, number)
-                    arrived, following = fetched, pieces[number + 1 : number + 2]
+                    old, following = fetched, pieces[number + 1 : number + 2]
                     fetched = self._fetch(weights, following[0], number + 1) if following else None
-                    arrived.synchronize()
+                    old.synchronize()
                 elif (sent := self._sent[number % 2]) is not None:
                     sent.synchronize()
                 yield piece, buffer
                 weights[slice(*piece)].copy_(buffer, non_blocking=True)
-                self._sent[number % 2] = streams.blocking_event()
-                self._sent[number % 2].record(get_accelerator().current_stream())
+                self._sent[number % 2] = streams.recorded(get_accelerator().current_stream())
 
     def _fetch(self, weights: torch.Tensor, piece: Span, number: int) -> Any:
         """Start the copy of old weights to their buffer, once the buffer's copy up has ended;
@@ -88,9 +87,7 @@ class WeightUpload:
             self._buffers[number % 2][: piece.end - piece.begin].copy_(
                 weights[slice(*piece)], non_blocking=True
             )
-            arrived = streams.blocking_event()
-            arrived.record(self._down)
-        return arrived
+            return streams.recorded(self._down)
 
     @property
     def used(self) -> list[Any]:

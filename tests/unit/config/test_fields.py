@@ -370,10 +370,10 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
 
 def test_weights_arrive_late_under_the_exact_rule_unless_steps_wait() -> None:
     exact = ZenFlowConfig(update_rule="exact")
-    assert (exact.overlapped, exact.arrives_late) == (False, True)
-    assert not ZenFlowConfig(update_rule="exact", overlap_step=False).arrives_late
-    assert not ZenFlowConfig().arrives_late
-    assert not ZenFlowConfig(topk_ratio=0.1).arrives_late
+    assert (exact.overlapped, exact.streams) == (False, True)
+    assert not ZenFlowConfig(update_rule="exact", overlap_step=False).streams
+    assert not ZenFlowConfig().streams
+    assert not ZenFlowConfig(topk_ratio=0.1).streams
 
 
 OLD_VALUES = {

@@ -96,8 +96,8 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/optimizer.py:HostOptimizer.finish_weights",
         "zenflow/step/optimizer.py:HostOptimizer._receive",
         "zenflow/step/optimizer.py:HostOptimizer.step_partition",
-        "zenflow/step/rule.py:UpdateRule.arrived",
-        "zenflow/rules/predictive/rule.py:PredictiveRule.arrived",
+        "zenflow/step/rule.py:UpdateRule.inspect",
+        "zenflow/rules/predictive/rule.py:PredictiveRule.inspect",
         "zenflow/rules/predictive/rule.py:PredictiveRule._judge",
         "zenflow/step/rule.py:UpdateRule.write_weights",
         "zenflow/rules/selective/rule.py:SelectiveRule.write_weights",
@@ -110,6 +110,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
+        "zenflow/transfers/given_weights.py:GivenWeights.are_",  # whether a dict is empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/late_weights.py:",  # looks parameters up
         "adapter/zenflow_parts.py:_begin_backward",

@@ -13,7 +13,6 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
-from deepspeed_ext.zenflow.rules.predictive.schedule import WeightSource
 from deepspeed_ext.zenflow.step import link
 from tests.support.guarded import (
     Run,
@@ -305,7 +304,7 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
             train(engine, [batch])
             samples = [state.sample for state in adam.rule.states]
             adam.state.drain()  # the gradients are in their slots
-            if plan.source is WeightSource.PREDICTED:
+            if plan.predicts:
                 for sample in samples:
                     weights = sample.of(sample.partition.weights().cpu()).float()
                     update = (sample.of(sample.partition.master.detach()) - sample.state[0]).norm()

@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.zenflow.plan.places import WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.step.stream import Stream
 from tests.support.late_weights import exact_config, small_chunks
 from tests.support.models import Branches, batches, on_device
@@ -29,21 +29,21 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     with small_chunks():
         engine = make_engine(config, model=Branches)
         host, found = engine.optimizer.host_optimizer, []
-        assert host.decided.weights_arrive is WeightsArrival.IN_FORWARD
+        assert host.decided.wait is Wait.FORWARD
         assert host.first_steps is None
         for first_token in (1, 1, 0, 0):
             batch = batches(1, dist.get_rank())[0]
             batch[0, 0] = first_token
-            before = len(host.link.arrivals._awaited)
+            before = len(host.link.transfers._awaited)
             loss = engine(on_device(batch))
-            during = len(host.link.arrivals._awaited)
+            during = len(host.link.transfers._awaited)
             engine.backward(loss)
-            after = len(host.link.arrivals._awaited)
+            after = len(host.link.transfers._awaited)
             engine.step()
             found.append((before, during, after))
         for index in range(len(host.state.partitions)):
             host.coming_slot(index)
-        found.append(len(host.link.arrivals._awaited))
+        found.append(len(host.link.transfers._awaited))
         engine.destroy()
     return found
 
@@ -51,7 +51,7 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
 def persistent_after_steps(config: dict[str, Any]) -> list[tuple[bool, bool]]:
     """Of each persistent parameter after each step: is it whole, and p."""
     engine, found = make_engine(config), []
-    assert engine.optimizer.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD
+    assert engine.optimizer.host_optimizer.decided.wait is Wait.FORWARD
     for batch in batches(3, dist.get_rank()):
         train(engine, [batch])
         shown = [
@@ -104,7 +104,7 @@ def test_they_arrive_in_the_step_at_other_stages_and_if_the_config_says_so(
 def left_behind(config: dict[str, Any]) -> int:
     engine = make_engine(config)
     train(engine, batches(2, dist.get_rank()))
-    left = len(engine.optimizer.host_optimizer.link.arrivals._awaited)
+    left = len(engine.optimizer.host_optimizer.link.transfers._awaited)
     engine.destroy()
     return left
 

@@ -20,11 +20,7 @@ from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.predictive.schedule import (
-    PredictivePlan,
-    PredictiveSchedule,
-    WeightSource,
-)
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -83,8 +79,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.overlapped,
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
-            arrival=plan.arrival,
-            weights_arrive=plan.weights_arrive,
+            source=plan.source,
+            wait=plan.wait,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -94,7 +90,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     # -- one optimizer step ------------------------------------------------------------------------
 
-    def arrived(self) -> None:
+    def inspect(self) -> None:
         with self._link.deferring_errors():
             self._measure()
         if self.schedule.wants_verdict:
@@ -115,15 +111,15 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             state.sample = Sample.take(
                 partition, grad, self._kind, self.block_size, state.last, blocks, seed
             )
-        if plan.source is WeightSource.EXACT:
+        if not plan.predicts:
             return
         self._read_results()
         step = partition.collected[-1]
         assert state.estimator is not None, "the schedule begins with a synchronous step"
-        for arrived, published in transfers.published(partition.index):
-            for span, target in transfers.computed(weights, arrived, reads=False):
+        for chunk, published in transfers.published(partition.index):
+            for span, target in transfers.computed(weights, chunk, reads=False):
                 part, estimator = slice(*span), state.estimator.of(*span)
-                y = published[span.begin - arrived.begin : span.end - arrived.begin]
+                y = published[span.begin - chunk.begin : span.end - chunk.begin]
                 with self._metrics.timing_estimate():
                     self._kind.predict(estimator, target, y, grad[part], step)
             self._metrics.bytes_up += published.nbytes
@@ -135,12 +131,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         state.last = step
         if state.sample is not None:
             state.sample.step = step
-        exact = plan.source is WeightSource.EXACT
-        publish = self._kind.exact(step) if exact else self._kind.ahead(step)
+        publish = self._kind.ahead(step) if plan.predicts else self._kind.exact(step)
         return WorkerTask(partition.index, self.schedule.coming, publish, step)
 
     def end_step(self, plan: PredictivePlan) -> None:
-        if plan.source is WeightSource.EXACT and plan.publish_ahead:
+        if plan.publish_ahead and not plan.predicts:
             self._read_results()
             self._publish_again()
 
@@ -238,7 +233,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._measure()  # before p may be changed
 
     def resume(self) -> None:
-        if self.schedule.plan().source is not WeightSource.EXACT:
+        if self.schedule.plan().predicts:
             self._publish_again()
 
     def restart(

@@ -13,12 +13,11 @@ Example with one warm-up step; ``>`` hands over, ``<`` waits for what was handed
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.rule import slots_at
 from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
@@ -27,7 +26,6 @@ __all__ = [
     "PredictivePlan",
     "PredictiveSchedule",
     "PredictiveState",
-    "WeightSource",
 ]
 
 _WARM_UP_STEPS = 10
@@ -35,39 +33,26 @@ _WARM_UP_STEPS = 10
 the measured need (docs/results.md)."""
 
 
-class WeightSource(enum.Enum):
-    """How a step computes its weights."""
-
-    EXACT = "exact"
-    """W = round(p): hand over this step's gradient, wait for its update and copy p. Under the exact
-    rule it may arrive during the next forward instead."""
-    PREDICTED = "predicted"
-    """W = round(y - effect of the gradient): wait for the update in flight, then hand over."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictivePlan(StepPlan):
-    """Describes one optimizer step."""
+    """Describes one optimizer step.
 
-    source: WeightSource
+    If ``wait`` is `Wait.NEXT_STEP`, W = round(y - effect of the gradient), where y is the result of
+    the update before. Otherwise W = round(p), which the worker gives for this step's gradient.
+
+    Attributes:
+        publish_ahead: whether the next step is predicted, so the worker publishes the extrapolated
+            y.
+        probes: whether the prediction for the gradient handed over in this step is measured.
+    """
+
     publish_ahead: bool
-    """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
     probes: bool = False
-    """Whether the prediction for the gradients handed over in this step is measured."""
-    arrives_later: bool = False
-    """Whether exact weights arrive after the step."""
 
     @property
-    def waits_first(self) -> bool:
-        return True
-
-    @property
-    def waits_last(self) -> bool:
-        return self.weights_arrive and not self.arrives_later
-
-    @property
-    def weights_arrive(self) -> bool:
-        return self.source is WeightSource.EXACT
+    def predicts(self) -> bool:
+        """Whether the step computes its weights from y and an estimate."""
+        return self.wait is Wait.NEXT_STEP
 
 
 @dataclass(frozen=True)
@@ -89,8 +74,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start, at least one; None: `_WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
-        arrival: when gradients reach their slots.
-        weights_arrive: when exact weights arrive, if steps never overlap.
+        source: where gradients come from.
+        wait: what waits for exact weights, if steps never overlap.
     """
 
     def __init__(
@@ -98,12 +83,12 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         overlap: bool,
         warm_up_steps: int | None,
         guarded: bool = False,
-        arrival: Arrival = Arrival.AFTER_Y,
-        weights_arrive: WeightsArrival = WeightsArrival.IN_STEP,
+        source: Source = Source.COPY,
+        wait: Wait = Wait.STEP,
     ) -> None:
         super().__init__(PredictiveState(is_exact=not overlap))
-        self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
-        self._arrival = arrival
+        self._wait = wait
+        self._source = source
         self._overlap = overlap
         self._warm_up_steps = warm_up_steps
         self._guarded = guarded and self._overlap
@@ -116,18 +101,17 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def ring(self) -> int:
-        return slots_at(self._arrival) if self._overlap else 1
+        return slots_at(self._source) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard
         overlaps = not (state.is_exact or guard.synchronous)
         if overlaps and state.is_ahead and state.steps >= self.warm_up_steps:
-            return PredictivePlan(1, WeightSource.PREDICTED, True, guard.is_due)
+            return PredictivePlan(wait=Wait.NEXT_STEP, publish_ahead=True, probes=guard.is_due)
         ahead = overlaps and state.steps + 1 >= self.warm_up_steps
-        probes, arrives_later = guard.synchronous and guard.is_due, self._arrives_later
-        return PredictivePlan(
-            1, WeightSource.EXACT, ahead, probes, state.is_exact and arrives_later
-        )
+        wait = self._wait if state.is_exact else Wait.STEP
+        probes = guard.synchronous and guard.is_due
+        return PredictivePlan(wait=wait, publish_ahead=ahead, probes=probes)
 
     def advance(self, plan: PredictivePlan) -> None:
         state = self.state

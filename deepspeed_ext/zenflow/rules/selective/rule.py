@@ -99,7 +99,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     ) -> None:
         settings = plan.rule
         assert isinstance(settings, SelectiveSettings)
-        schedule = SelectiveSchedule(settings, plan.arrival)
+        schedule = SelectiveSchedule(settings, plan.source)
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
@@ -145,7 +145,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             hot.state.copy_(there)
 
     def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor) -> None:
-        if plan.applies:
+        if plan.waits_first:
             self._take_published(partition)
 
     def task(self, plan: SelectivePlan, partition: Partition) -> WorkerTask:

@@ -18,37 +18,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 
 __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectivePlan(StepPlan):
-    """Describes one optimizer step."""
+    """Describes one optimizer step. If it waits first, it applies the result of an earlier
+    hand-over; if it waits last, that of its own.
 
-    collected: int
-    """Gradients of the interval before this step's."""
-    applies: bool
-    """The result of an earlier hand-over is applied."""
-    waits: bool
-    """The step waits for the result of its own hand-over and applies it."""
+    Attributes:
+        collected: gradients of the interval before this step's.
+        selects: whether hot blocks are selected again, from this step's gradient.
+    """
+
+    collected: int = 0
     selects: bool
-    """Hot blocks are selected again, from this step's gradient."""
-
-    @property
-    def waits_first(self) -> bool:
-        return self.applies
-
-    @property
-    def waits_last(self) -> bool:
-        return self.waits
-
-    @property
-    def weights_arrive(self) -> bool:
-        return self.waits
 
 
 @dataclass(frozen=True)
@@ -68,13 +56,13 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
 
     Args:
         settings: settings of the rule.
-        arrival: when gradients reach their slot.
+        source: where gradients come from.
     """
 
-    def __init__(self, settings: SelectiveSettings, arrival: Arrival = Arrival.AFTER_Y) -> None:
+    def __init__(self, settings: SelectiveSettings, source: Source = Source.COPY) -> None:
         super().__init__(SelectiveState())
         self._settings = settings
-        self._arrival = arrival
+        self._source = source
 
     @property
     def warm_up_steps(self) -> int:
@@ -83,20 +71,21 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
 
     @property
     def ring(self) -> int:
-        return self._settings.slots(self._arrival)
+        return self._settings.slots(self._source)
 
     def plan(self) -> SelectivePlan:
         state, settings = self.state, self._settings
         if state.steps < self.warm_up_steps:
             selects = state.steps + 1 == self.warm_up_steps
-            return SelectivePlan(1, collected=0, applies=False, waits=True, selects=selects)
+            return SelectivePlan(wait=Wait.STEP, waits_first=False, selects=selects)
         last, every = state.collected + 1 >= settings.interval, settings.select_every_steps
         selects = last and 0 < every <= state.since_selection + 1
+        waits = last and (selects or not settings.overlapped)
         return SelectivePlan(
-            int(last),
+            wait=Wait.STEP if waits else Wait.NEXT_STEP,
+            handed_over=int(last),
+            waits_first=state.is_in_flight,
             collected=state.collected,
-            applies=state.is_in_flight,
-            waits=last and (selects or not settings.overlapped),
             selects=selects,
         )
 
@@ -107,6 +96,6 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
             steps=state.steps + 1,
             written=state.written + plan.handed_over,
             collected=0 if plan.handed_over else state.collected + 1,
-            is_in_flight=bool(plan.handed_over) and not plan.waits,
+            is_in_flight=bool(plan.handed_over) and not plan.waits_last,
             since_selection=0 if plan.selects else state.since_selection + 1,
         )

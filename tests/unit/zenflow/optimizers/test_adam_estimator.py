@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
 from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass
@@ -171,7 +171,7 @@ class Simulation:
     def step(self, grad: torch.Tensor) -> None:
         plan, state = self.schedule.plan(), self.schedule.state
         step = replace(self.base, step=state.steps + 1)
-        if plan.source is WeightSource.EXACT:
+        if not plan.predicts:
             self._carry_out(grad.clone(), step)
             self._receive()
             self.weights.copy_(self.p)

@@ -49,7 +49,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     plan, arena, transfers = adam.decided, adam.link.arena, adam.link.transfers
     said: list[tuple[str, Any, Any]] = [
         ("arena", plan.layout, arena.layout),
-        ("slots", plan.rule.slots(plan.arrival), adam.rule.schedule.ring),
+        ("slots", plan.rule.slots(plan.source), adam.rule.schedule.ring),
         ("handed over", plan.places.handed_over, transfers.handed_over),
         ("beside", plan.copies is Copies.BESIDE_STEP, isinstance(transfers, HiddenTransfers)),
         ("lifts", plan.copies is not Copies.NONE, transfers._lifts),

@@ -19,10 +19,10 @@ from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
-    Arrival,
     Copies,
     Place,
-    WeightsArrival,
+    Source,
+    Wait,
 )
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
@@ -99,18 +99,18 @@ def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict
 @pytest.mark.parametrize(
     ("partitions_weights", "config", "expected"),
     [
-        (True, {"update_rule": "exact"}, WeightsArrival.IN_FORWARD),
-        (False, {"update_rule": "exact"}, WeightsArrival.IN_STEP),
-        (True, {"update_rule": "exact", "overlap_step": False}, WeightsArrival.IN_STEP),
-        (True, {}, WeightsArrival.IN_STEP),
-        (True, {"topk_ratio": 0.1}, WeightsArrival.IN_STEP),
+        (True, {"update_rule": "exact"}, Wait.FORWARD),
+        (False, {"update_rule": "exact"}, Wait.STEP),
+        (True, {"update_rule": "exact", "overlap_step": False}, Wait.STEP),
+        (True, {}, Wait.STEP),
+        (True, {"topk_ratio": 0.1}, Wait.STEP),
     ],
 )
 def test_exact_weights_arrive_in_the_forward_at_stage_3(
-    partitions_weights: bool, config: dict[str, Any], expected: WeightsArrival
+    partitions_weights: bool, config: dict[str, Any], expected: Wait
 ) -> None:
     facts = facts_of(one_rank(1 << 20), ranks=2, partitions_weights=partitions_weights)
-    assert plan_of(facts, **config).weights_arrive is expected
+    assert plan_of(facts, **config).wait is expected
 
 
 def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
@@ -174,7 +174,7 @@ def test_a_full_accelerator_sends_gradients_to_the_host_unless_something_needs_t
     plan = plan_of(facts_of(one_rank(MIB, MIB, GIB), **caller), host_share=host_share, **config)
     assert plan.copies is expected
     in_backward = expected in (Copies.WEIGHTS, Copies.NONE)
-    assert (plan.arrival is Arrival.IN_BACKWARD) is in_backward
+    assert (plan.source is Source.BACKWARD) is in_backward
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_on_the_cpu_everything_is_on_the_host_but_a_given_share() -> None:
         assert plan.copies is Copies.NONE
     assert plan_of(facts_of(one_rank(MIB, GIB), is_on_cpu=True), host_share=None).host_share == 1.0
     early = plan_of(facts_of(one_rank(MIB, GIB), is_on_cpu=True, weights=Place.HOST))
-    assert early.arrival is Arrival.IN_BACKWARD
+    assert early.source is Source.BACKWARD
 
 
 @pytest.mark.parametrize(("free", "expected"), [(3120, True), (3119, False)])

@@ -35,7 +35,7 @@ def test_a_denominator_for_each_block_is_kept_if_steps_overlap() -> None:
 def test_a_step_has_temporaries_of_fp32(
     weights_bytes: int, in_place: bool, floats: int, others: int
 ) -> None:
-    taken = settings().nbytes(NUMEL, weights_bytes, arrived_bytes=2, in_place=in_place)
+    taken = settings().nbytes(NUMEL, weights_bytes, y_bytes=2, in_place=in_place)
     assert taken.step == floats * 4 * NUMEL + others
 
 

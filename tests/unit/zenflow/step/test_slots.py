@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.plan.places import Arrival
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.plan.places import Source
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 
 EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
 
@@ -20,26 +20,26 @@ EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
 class Predictive:
     """What the rule does with its schedule, as far as slots are concerned."""
 
-    def __init__(self, random: Random, arrival: Arrival) -> None:
-        self._how = (random.random() < 0.9, random.randint(0, 9), True, arrival)
+    def __init__(self, random: Random, source: Source) -> None:
+        self._how = (random.random() < 0.9, random.randint(0, 9), True, source)
         self._random = random
         self.schedule: Any = self.fresh()
 
     def fresh(self) -> PredictiveSchedule:
         return PredictiveSchedule(*self._how)
 
-    def arrived(self) -> None:
+    def inspect(self) -> None:
         if self.schedule.wants_verdict:
             self.schedule.judge(self._random.choice([0.1, 2.0]))
 
     def reads_first(self, plan: Any) -> bool:
-        return plan.source is WeightSource.PREDICTED
+        return plan.predicts
 
     def publishes_again(self, plan: Any) -> bool:
-        return plan.source is WeightSource.EXACT and plan.publish_ahead
+        return not plan.predicts and plan.publish_ahead
 
     def resumes(self) -> bool:
-        return self.schedule.plan().source is not WeightSource.EXACT
+        return self.schedule.plan().predicts
 
 
 @dataclass
@@ -101,7 +101,7 @@ def begin(rule: Any, ring: Ring, was_exposed: bool) -> Any:
         ring.publish_again(rule.schedule.handed_over)
     if rule.schedule.plan().waits_first:
         ring.arrive()
-        rule.arrived()
+        rule.inspect()
     return rule.schedule.plan()
 
 
@@ -117,7 +117,7 @@ def read_first(rule: Any, ring: Ring, plan: Any) -> bool:
     return False
 
 
-def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
+def walk(rule: Any, random: Random, steps: int, source: Source) -> int:
     """Train, in the order of `HostOptimizer`. Returns how often y was read before the step's
     gradient took its slot."""
     ring, replaced = Ring(), 0
@@ -125,13 +125,13 @@ def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
         event = random.choice(EVENTS)
         if event != "nothing":
             ring = happens(event, rule, ring)
-        if arrival is Arrival.IN_BACKWARD:
+        if source is Source.BACKWARD:
             ring.write(rule.schedule.coming)
         plan = begin(rule, ring, event == "expose")
-        if arrival is Arrival.BEFORE_Y:
+        if source is Source.HOST:
             ring.write(rule.schedule.coming)
         replaced += read_first(rule, ring, plan)
-        if arrival is Arrival.AFTER_Y:
+        if source is Source.COPY:
             ring.write(rule.schedule.coming)
         if plan.handed_over:
             assert plan.handed_over == len(ring.collected)
@@ -145,25 +145,25 @@ def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
     return replaced
 
 
-@pytest.mark.parametrize("arrival", Arrival)
+@pytest.mark.parametrize("source", Source)
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 2**32))
 def test_neither_a_gradient_nor_y_is_overwritten_while_it_is_needed(
-    arrival: Arrival, seed: int
+    source: Source, seed: int
 ) -> None:
     """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and
     recovers."""
     random = Random(seed)
-    walk(Predictive(random, arrival), random, 60, arrival)
+    walk(Predictive(random, source), random, 60, source)
 
 
 def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after() -> None:
     times = {
-        arrival: sum(
-            walk(Predictive(random, arrival), random, 60, arrival)
+        source: sum(
+            walk(Predictive(random, source), random, 60, source)
             for random in map(Random, range(100))
         )
-        for arrival in Arrival
+        for source in Source
     }
-    assert times.pop(Arrival.AFTER_Y) > 0
+    assert times.pop(Source.COPY) > 0
     assert set(times.values()) == {0}

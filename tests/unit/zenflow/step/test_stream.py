@@ -3,7 +3,7 @@ worker visits them, and which weights are lost."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,14 +50,11 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
         monkeypatch.setattr(stream, "Courier", Courier)
         monkeypatch.setattr(chunks, "CHUNK_NUMEL", SIZE)
-        self.metrics = SimpleNamespace(bytes_up=0, waiting=None)
         self.slots = [WeightSlot(torch.full((SIZE,), float(n + 1))) for n in range(slots)]
         self.weights = [torch.zeros(numel) for numel in NUMELS]
         published = [[Results(torch.full((numel,), 9.0), None)] for numel in NUMELS]
-        metrics: Any = self.metrics
-        self.stream = Stream(ANY, published, 2, metrics, Copies.NONE, self.slots, 1.0)
-        views: Any = [SimpleNamespace(weights=lambda each=each: each) for each in self.weights]
-        self.stream.partitions = views
+        self.stream = Stream(ANY, published, 2, ANY, Copies.NONE, self.slots, 1.0)
+        self.stream.weights = [partial(torch.Tensor.view_as, each, each) for each in self.weights]
         self.courier: Courier = self.stream._courier  # type: ignore[assignment]
 
     def step(self) -> None:
@@ -117,13 +114,13 @@ def test_what_is_read_without_a_wait_travels_first_in_chunks_of_its_own(run: Run
 def test_a_use_completes_the_chunks_that_it_touches(run: Run) -> None:
     run.step()
     assert run.stream.are_due
-    run.stream.complete(ANY, [(0, Span(1, 4))])
+    nbytes = run.stream.complete(ANY, [(0, Span(1, 4))])
     assert run.weights[0].tolist() == 4 * [1.0] + 4 * [0.0]
-    run.stream.complete(ANY, [(0, Span(3, 5)), (1, Span(5, 6))])
+    nbytes += run.stream.complete(ANY, [(0, Span(3, 5)), (1, Span(5, 6))])
     assert run.stream._awaited.keys() == {(1, 0)}
-    run.stream.complete(ANY)
+    nbytes += run.stream.complete(ANY)
     assert not run.stream.are_awaited
-    assert run.metrics.bytes_up == 4 * sum(NUMELS)
+    assert nbytes == 4 * sum(NUMELS)
     assert run.weights[1].tolist() == 4 * [3.0] + 2 * [1.0]  # the fourth chunk has the first slot
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import chunks, decide
 from deepspeed_ext.zenflow.plan.places import Place
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
@@ -32,7 +32,7 @@ CHUNK = 512
 def small_chunks(*, whole: bool = False) -> Iterator[None]:
     """Partitions of many chunks, which pass through slots, or lie in `whole` gradients."""
     # slots of chunks would take more than whole gradients
-    without = patch.object(chunks, "SLOTS_OF_CHUNKS", 1 << 40)
+    without = patch.object(decide, "SLOTS_OF_CHUNKS", 1 << 40)
     with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
         if not whole:
             yield

@@ -31,8 +31,7 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
-from deepspeed_ext.zenflow.step import partition as partition_module
-from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.transfers import given_weights
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import streams as streams_module
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
@@ -284,7 +283,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
     found = []
     with ExitStack() as stack:
         for owner, method, name in (
-            (Partition, "take_published", "write"),
+            (Transfers, "write", "write"),
             (Estimator, "predict", "write"),
             (SelectiveRule, "write_weights", "write"),
             (SubGroupPartitions, "order_gathers", "wait"),
@@ -464,10 +463,11 @@ def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     """A copy that converts has a temporary of the whole on the accelerator."""
     published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
     whole = [(Span(0, numel), published)] if numel else []
-    transfers: Any = SimpleNamespace(published=lambda index, chunk, within: whole)
-    partition: Any = SimpleNamespace(index=0, weights=lambda: weights)
-    with patch.object(partition_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
-        nbytes = Partition.take_published(partition, transfers)
+    transfers: Any = SimpleNamespace(
+        published=lambda index, chunk, within: whole, weights=[lambda: weights]
+    )
+    with patch.object(given_weights, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
+        nbytes = Transfers.write(transfers, 0)
     assert torch.equal(weights, published.bfloat16())
     assert largest.numel == min(numel, 16)
     assert nbytes == 4 * numel

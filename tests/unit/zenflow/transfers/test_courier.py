@@ -203,7 +203,7 @@ def test_a_capture_that_forbids_the_copies_is_explained() -> None:
             "operation not permitted when stream is capturing\nSearch for the name of this error"
         )
 
-    parcels[0].arrived = SimpleNamespace(synchronize=forbid)
+    parcels[0].down = SimpleNamespace(synchronize=forbid)
     courier.send(parcels, recorded)  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match=r'is capturing\).*capture_error_mode="thread_local"'):
         courier.wait()

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.rule import slots_at
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 
 
 def walk(schedule: PredictiveSchedule, steps: int) -> list:
@@ -19,12 +19,12 @@ def walk(schedule: PredictiveSchedule, steps: int) -> list:
 
 
 @pytest.mark.parametrize(
-    ("arrival", "slots"),
-    [(Arrival.AFTER_Y, 1), (Arrival.BEFORE_Y, 2), (Arrival.IN_BACKWARD, 2)],
+    ("source", "slots"),
+    [(Source.COPY, 1), (Source.HOST, 2), (Source.BACKWARD, 2)],
 )
-def test_slots_of_gradients(arrival: Arrival, slots: int) -> None:
-    assert slots_at(arrival) == slots
-    assert PredictiveSchedule(True, None, False, arrival).ring == slots
+def test_slots_of_gradients(source: Source, slots: int) -> None:
+    assert slots_at(source) == slots
+    assert PredictiveSchedule(True, None, False, source).ring == slots
 
 
 @pytest.mark.parametrize(("warm_up", "synchronous"), [(None, 10), (0, 1), (1, 1), (30, 30)])
@@ -32,17 +32,15 @@ def test_the_first_steps_are_synchronous_and_then_one_step_late(
     warm_up: int | None, synchronous: int
 ) -> None:
     plans = walk(PredictiveSchedule(overlap=True, warm_up_steps=warm_up), 40)
-    sources = [WeightSource.EXACT] * synchronous + [WeightSource.PREDICTED] * (40 - synchronous)
-    assert [plan.source for plan in plans] == sources
+    waits = [Wait.STEP] * synchronous + [Wait.NEXT_STEP] * (40 - synchronous)
+    assert [plan.wait for plan in plans] == waits
     assert [plan.publish_ahead for plan in plans] == [k >= synchronous - 1 for k in range(40)]
     assert {plan.handed_over for plan in plans} == {1}
 
 
 def test_without_overlap_every_step_is_exact() -> None:
     plans = walk(PredictiveSchedule(overlap=False, warm_up_steps=None), 30)
-    assert {(p.source, p.handed_over, p.publish_ahead) for p in plans} == {
-        (WeightSource.EXACT, 1, False)
-    }
+    assert {(p.wait, p.handed_over, p.publish_ahead) for p in plans} == {(Wait.STEP, 1, False)}
 
 
 @settings(deadline=None)
@@ -88,9 +86,9 @@ def test_no_step_overlaps_unless_the_worker_has_published_ahead(
                 if schedule.wants_verdict:
                     schedule.judge(value[1])
                 plan = schedule.plan()
-                assert is_ahead or plan.source is WeightSource.EXACT
+                assert is_ahead or not plan.predicts
                 assert overlaps or not plan.publish_ahead
                 schedule.advance(plan)
                 is_ahead = plan.publish_ahead
     if overlaps:
-        assert schedule.plan().source is not WeightSource.EXACT or schedule.state.guard.synchronous
+        assert schedule.plan().predicts or schedule.state.guard.synchronous

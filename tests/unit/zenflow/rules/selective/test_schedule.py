@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 
@@ -21,7 +21,7 @@ def make(
         select_interval=select_interval,
         full_warm_up_rounds=warm_up,
     )
-    return SelectiveSchedule(SelectiveSettings.of(config), Arrival.IN_BACKWARD)
+    return SelectiveSchedule(SelectiveSettings.of(config), Source.BACKWARD)
 
 
 def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:
@@ -36,8 +36,8 @@ def test_interval_three_as_drawn_in_the_module() -> None:
     plans = walk(make(3, True, 6), 10)
     assert [p.handed_over for p in plans] == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
     assert [p.collected for p in plans] == [0, 0, 1, 2, 0, 1, 2, 0, 1, 2]
-    assert [p.applies for p in plans] == [False] * 4 + [True] + [False] * 5
-    assert [p.waits for p in plans] == [True] + [False] * 5 + [True] + [False] * 3
+    assert [p.waits_first for p in plans] == [False] * 4 + [True] + [False] * 5
+    assert [p.waits_last for p in plans] == [True] + [False] * 5 + [True] + [False] * 3
     assert [p.selects for p in plans] == [True] + [False] * 5 + [True] + [False] * 3
 
 
@@ -63,15 +63,15 @@ def test_every_gradient_counts_once_and_no_slot_in_flight_is_written(
         plan = schedule.plan()
         assert schedule.coming != slot_in_flight, "gradients arrive in backward, before the step"
         assert plan.collected == collected
-        assert plan.applies == (slot_in_flight is not None)
+        assert plan.waits_first == (slot_in_flight is not None)
         assert plan.handed_over == (number < max(1, warm_up) or collected + 1 == interval)
-        slot_in_flight = schedule.coming if plan.handed_over and not plan.waits else None
+        slot_in_flight = schedule.coming if plan.handed_over and not plan.waits_last else None
         collected = 0 if plan.handed_over else collected + 1
         if plan.selects:
-            assert plan.waits
+            assert plan.waits_last
             assert (number - last_selection) % interval == 0 or last_selection < 0
             last_selection = number
-        assert overlapped or plan.waits == bool(plan.handed_over)
+        assert overlapped or plan.waits_last == bool(plan.handed_over)
         schedule.advance(plan)
 
 
