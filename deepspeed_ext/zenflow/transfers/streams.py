@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["blocking_event", "have_ended", "new_stream", "synchronize"]
+__all__ = ["blocking_event", "have_ended", "new_stream", "recorded", "synchronize"]
 
 _SHARE_ASLEEP = 0.05
 _LONGEST_SLEEP_SECONDS = 0.01
