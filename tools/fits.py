@@ -1,5 +1,5 @@
 """Writes the tables of docs/memory.md from the plan of memory: the largest model on machines that
-people own, what trains on a card of 24 GB, and the speeds that are assumed.
+people own, models by name on cards by name with their configs, and the speeds that are assumed.
 
     python -m tools.fits
 
@@ -10,6 +10,7 @@ plan --memory` prints them.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from deepspeed_ext.commands.memory.machine import machine_of
 from deepspeed_ext.commands.memory.model import known, read_shape, typical
 from deepspeed_ext.commands.memory.plan import Capacity
 from deepspeed_ext.commands.memory.setup import Ranks, Setup
-from deepspeed_ext.commands.memory.ways import MOMENTS, ways
+from deepspeed_ext.commands.memory.ways import MOMENTS, ways, zero_section
 
 __all__ = ["OWNED", "PAGE", "Owned", "flash_largest", "largest", "page", "row", "table"]
 
@@ -30,7 +31,7 @@ GIB = 1 << 30
 FLASH_BYTES = 7
 """Of FlashOptim's AdamW on the GPU: bf16 weights, 8 bits of correction, two moments of 8 bits, and
 the gradient."""
-HOST_GIB = (64, 96, 128, 192)
+NAMED_CARDS, NAMED_HOST_GIB = ("rtx4090", "rtx5090", "l40s", "h100"), (64, 96, 128, 256)
 LARGEST_TRIED = 400 * 10**9
 
 
@@ -49,12 +50,11 @@ class Owned:
 
 
 OWNED = (
-    Owned("rtx4090", 1, HOST_GIB),
-    Owned("rtx5090", 1, HOST_GIB),
-    Owned("rtx3090", 2, (128, 192)),
+    Owned("rtx4090", 1, (64, 96, 128)),
+    Owned("rtx5090", 1, (64, 128)),
     Owned("l40s", 1, (256,)),
-    Owned("h100", 1, (256, 512)),
-    Owned("h100", 8, (1024, 2048)),
+    Owned("h100", 1, (256,)),
+    Owned("h100", 8, (1024,)),
 )
 
 
@@ -121,24 +121,37 @@ def owned_table() -> str:
     return table(["machine", "host", *groups(), "FlashOptim"], rows)
 
 
-def _trains(name: str, host_gib: int) -> str:
-    """How a model by name trains on a card of 24 GB, with a fused loss if it must."""
+@functools.cache
+def named(name: str, card: str, host_gib: int) -> tuple[str, str]:
+    """How a model by name trains on one card: the ``zero_optimization`` to write, and seconds of a
+    step, with a star if only a fused loss fits; empty: it does not."""
     _, shape, _ = read_shape(name)
-    asked = question(OWNED[0], host_gib, shape.params)
+    asked = question(Owned(card, 1, ()), host_gib, shape.params)
     asked = replace(asked, shape=shape, model=shape.model())
     for fused in (False, True):
         best = suggested(fits(replace(asked, fused_loss=fused)))
-        if best is not None and best.setup.zenflow is not None:
-            moments = MOMENTS[best.setup.zenflow.state_dtype].removesuffix(" moments")
-            where = ", weights on host" if best.setup.offload_param else ""
-            loss = ", fused loss" if fused else ""
-            return f"{moments}{where}{loss}: {best.seconds:.1f} s"
-    return "-"
+        if best is not None:
+            section = json.dumps(zero_section(best.setup), separators=(",", ":"))
+            return section, f"{best.seconds:.1f}{'*' * fused}"
+    return "", ""
 
 
 def models_table() -> str:
-    rows = [[name, *(_trains(name, host) for host in HOST_GIB)] for name in known()["models"]]
-    return table(["model", *(f"{host} GB" for host in HOST_GIB)], rows)
+    """A row for each card and model; a letter of a cell names a config of the second table."""
+    letters: dict[str, str] = {}
+    rows = []
+    for card in NAMED_CARDS:
+        for name in known()["models"]:
+            cells = []
+            for host in NAMED_HOST_GIB:
+                section, seconds = named(name, card, host)
+                if section and section not in letters:
+                    letters[section] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[len(letters)]
+                cells.append(f"{seconds}<sup>{letters[section]}</sup>" if section else "-")
+            rows.append([f"`{card}`", name, *cells])
+    head = ["card", "model", *(f"{host}" for host in NAMED_HOST_GIB)]
+    configs = [[letter, f"`{section}`"] for section, letter in letters.items()]
+    return f"{table(head, rows)}\n{table(['', '`zero_optimization`'], configs)}"
 
 
 def speeds_table() -> str:
@@ -167,7 +180,7 @@ def page() -> str:
     tables = {"owned": owned_table, "models": models_table, "speeds": speeds_table}
     for name, made in tables.items():
         mark = f"<!-- {name}: written by `make docs` -->"
-        pattern = re.compile(rf"{re.escape(mark)}\n.*?(?=\n\n|\Z)", re.DOTALL)
+        pattern = re.compile(rf"{re.escape(mark)}\n.*?(?=\n\n[^|]|\Z)", re.DOTALL)
         assert len(pattern.findall(text)) == 1, f"{PAGE.name} has no place for the table {name}"
         text = pattern.sub(f"{mark}\n{made().rstrip()}", text)
     return text

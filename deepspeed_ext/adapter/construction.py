@@ -35,7 +35,6 @@ from deepspeed_ext.runtime.backend import (
     local_rank,
 )
 from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
@@ -111,7 +110,7 @@ def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
         _require_own_group()
         given = signature.bind_partial(*args, **kwargs).arguments
         topology = given.get("mpu") or pipeline_topology(given.get("model"))
-        with built_together(topology), earlier_objects_left_out():
+        with built_together(topology):
             return initialize(*args, **kwargs)
 
     return joint_initialize

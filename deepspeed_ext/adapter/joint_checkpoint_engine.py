@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
@@ -55,7 +56,6 @@ from deepspeed_ext.zenflow.worker.messages import ArenaWrite, CodedPart, FilePar
 
 __all__ = ["JointCheckpointEngine"]
 
-_LATEST_BYTES = 4096
 _WRITE_SECONDS = 3600.0
 """Timeout for one part of a file: a file system may stall for minutes while it fails over. The
 worker's timeout applies instead if it is longer, or once a step waits for the file."""
@@ -336,6 +336,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         except DeepSpeedExtError:
             self._saving = None
             self.kept.take()
+            remove_reports(saving.folder.staging, range(self._ranks.size))
             raise
         self._saving = None
         if self._leads:
@@ -489,8 +490,7 @@ def _latest(load_dir: str) -> str | None:
     path = os.path.join(load_dir, "latest")
     if not os.path.isfile(path):
         return None
-    with open(path, encoding="utf-8") as file:
-        tag = file.read(_LATEST_BYTES).strip()
+    tag = Path(path).read_text(encoding="utf-8").strip()
     if not tag:
         raise CheckpointError(
             f"{path} is empty, expected a tag: pass the tag of a checkpoint to load"

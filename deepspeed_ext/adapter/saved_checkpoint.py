@@ -21,7 +21,7 @@ from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.zenflow_state import (
     STATE_KEY,
-    SavedState,
+    AnySavedState,
     read_saved_state,
     was_exact,
 )
@@ -112,7 +112,7 @@ class SavedPartitions:
         """Whether ZenFlow followed the exact rule; None: not known, or there was no ZenFlow."""
         return None if self._saved is None else was_exact(self._saved)
 
-    def _read_saved_state(self) -> SavedState | None:
+    def _read_saved_state(self) -> AnySavedState | None:
         if STATE_KEY not in self.state:
             return None
         numels = [max(tensor.numel() for tensor in tensors.values()) for tensors in self.tensors]

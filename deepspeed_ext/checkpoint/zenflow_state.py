@@ -15,10 +15,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import ConfigDict, SkipValidation, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.checkpoint.legacy_state import converted
@@ -31,11 +31,13 @@ from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
 __all__ = [
     "STATE_KEY",
+    "AnySavedState",
     "SavedState",
     "adopt_optimizer_state",
     "host_copy",
@@ -52,9 +54,13 @@ _RULES = {True: "exact", False: "predictive"}
 """Names of rules, by whether they are exact."""
 
 
+ScheduleT = TypeVar("ScheduleT", bound=State)
+PartitionT = TypeVar("PartitionT", bound=PartitionValues)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SavedState:
-    """The saved state of one rank.
+class SavedState(Generic[ScheduleT, PartitionT]):
+    """The saved state of one rank. Pydantic reads it, into the rule's own dataclasses.
 
     Attributes:
         schedule: state of the rule's schedule.
@@ -72,11 +78,11 @@ class SavedState:
     rule: Literal["predictive", "selective"]
     kernel: str
     block_size: int
-    schedule: Mapping[str, Any]
+    schedule: ScheduleT
     optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int
-    partitions: Annotated[Sequence[PartitionValues], SkipValidation]
+    partitions: list[PartitionT]
     plan: dict[str, Any] | None = None
     weights: list[torch.Tensor] | None = None
 
@@ -106,15 +112,14 @@ class SavedState:
         ]
 
 
-_STATE: TypeAdapter[SavedState] = TypeAdapter(SavedState)
-_BY_RULE: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    rule: (TypeAdapter(state), TypeAdapter(list[values]))  # type: ignore[valid-type]
+AnySavedState: TypeAlias = SavedState[Any, Any]
+_READERS: Mapping[str, TypeAdapter[AnySavedState]] = {
+    rule: TypeAdapter(SavedState[state, values])  # type: ignore[valid-type]
     for rule, (state, values) in SAVED.items()
 }
-"""Readers of the schedule's state and of the partitions."""
 
 
-def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
+def read_saved_state(saved: object, numels: Sequence[int]) -> AnySavedState:
     """Check a saved state and return it typed; its tensors are shared with `saved`, not copied.
 
     Args:
@@ -133,7 +138,6 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         )
     try:
         saved = converted(saved)
-        schedule, partitions = _BY_RULE[saved["rule"]]
         # None: what earlier versions had not chosen yet
         chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
         layout = LAYOUTS[saved.get("optimizer", ADAM_STATE.name)]
@@ -142,12 +146,8 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             {**each, "last": step.validate_python(each["last"])} if each.get("last") else each
             for each in saved["partitions"]
         ]
-        fields = {
-            **saved,
-            "schedule": _without_ring(schedule.validate_python(chosen)),
-            "partitions": partitions.validate_python(typed),
-        }
-        state = _STATE.validate_python(fields)
+        fields = {**saved, "schedule": chosen, "partitions": typed}
+        state = _READERS[saved["rule"]].validate_python(fields)
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
             f"the saved ZenFlow state is damaged: {one_line(error)[:300]}: {LOAD_ANOTHER}"
@@ -172,11 +172,6 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             f"{len(sizes)} partitions: {LOAD_ANOTHER}"
         )
     return state
-
-
-def _without_ring(state: Any) -> dict[str, Any]:
-    """The state of a schedule as `Schedule.state_dict` returns it."""
-    return {name: value for name, value in asdict(state).items() if name not in _RING}
 
 
 STATE_KEY = "deepspeed_ext_zenflow"
@@ -271,7 +266,7 @@ def adopt_optimizer_state(
     host.state.replaced([each.updates or 0 for each in loaded])
 
 
-def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
+def restore(host: HostOptimizer, saved: AnySavedState | None, where: str) -> bool:
     """Continue from a saved state; masters, moments and step count are already in place. A
     collective.
 
@@ -310,17 +305,18 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    rule.schedule.load_state_dict(saved.schedule, 0)
+    schedule = {name: each for name, each in asdict(saved.schedule).items() if name not in _RING}
+    rule.schedule.load_state_dict(schedule, 0)
     host.state.counts = saved.counts
     rule.restore(saved.partitions)
     rule.resume()
     return True
 
 
-def was_exact(saved: SavedState) -> bool | None:
+def was_exact(saved: AnySavedState) -> bool | None:
     """Whether the run that saved this followed the exact rule; None: not chosen yet, or not
     known."""
-    return saved.schedule.get("is_exact")
+    return getattr(saved.schedule, "is_exact", None)
 
 
 def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
@@ -338,7 +334,7 @@ def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
     return f"{before}, this one follows the {_RULES[not was]} rule"
 
 
-def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
+def _converted(host: HostOptimizer, saved: AnySavedState | None) -> str | None:
     """How the loaded moments' format differs from this run's, and how they are converted; None: not
     at all."""
     there, here = "float32" if saved is None else saved.moment_dtype, host.kind.layout.moment_dtype
@@ -353,7 +349,7 @@ def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
     return None
 
 
-def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
+def _changed_setting(host: HostOptimizer, saved: AnySavedState) -> str | None:
     rule = host.rule
     if saved.rule != rule.name:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
@@ -368,6 +364,6 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     return rule.changed_setting(saved.position)
 
 
-def _ratio(saved: SavedState) -> str:
+def _ratio(saved: AnySavedState) -> str:
     numel = sum(values.numel for values in saved.partitions)
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"

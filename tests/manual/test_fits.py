@@ -22,6 +22,17 @@ def test_a_row_of_the_page_is_what_the_plan_says() -> None:
     assert f"| {CARD.name} | 96 GB | {' | '.join(cells)} |" in fits.PAGE.read_text()
 
 
+@pytest.mark.parametrize(("model", "host"), [("mistral-7b", 64), ("qwen2.5-7b", 96)])
+def test_a_model_by_name_has_the_config_that_trains_it(model: str, host: int) -> None:
+    """On a card of 24 GB: the letter of its cell is that of the config which the command writes."""
+    section, seconds = fits.named(model, "rtx4090", host)
+    text = fits.PAGE.read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| `rtx4090` | {model} |"))
+    cell = row.split(" | ")[2 + fits.NAMED_HOST_GIB.index(host)]
+    letter = cell.removeprefix(f"{seconds}<sup>").removesuffix("</sup>")
+    assert f"| {letter} | `{section}` |" in text
+
+
 def test_smaller_moments_and_larger_hosts_never_hold_less() -> None:
     rows = [
         [fits.largest(name, CARD, host) for name in list(fits.groups())[1:]] for host in (64, 96)

@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 _GIB = 1 << 30
-GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2
-"""Bytes that stay free: per GPU for its context, collectives and fragmentation; per host; and per
-rank of a host."""
+GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 4 * _GIB, 2 * _GIB
+"""Bytes that stay free: per GPU for its context, collectives and fragmentation; per host for the
+system and its kernel; per rank for libraries (1.2 GiB on an H100, docs/results/gpu.md) and data."""
 SAME_TIME = 0.85
 """Ways count as equally fast unless one takes less than this fraction of the other's time: times
 are arithmetic, and most runs are slower (docs/design/time_model.md)."""

@@ -151,9 +151,10 @@ class Transfers:
         self._finish()
         self._note_slots(tasks)
         by_index = {task.partition: task for task in tasks}
-        for index, span in self.in_order(by_index):
-            task = replace(by_index[index], span=span)
-            self._sent[index, span.begin] = self._process.submit([task])
+        for together in self._batches(by_index):
+            parts = [replace(by_index[index], span=span) for index, span in together]
+            number = self._process.submit(parts)
+            self._sent.update(((index, span.begin), number) for index, span in together)
 
     def follow(self) -> None:
         """Hand over the second part of tasks that departed in two."""
@@ -171,6 +172,19 @@ class Transfers:
             for numel in (self._results[index][0].published.numel(),)
             for begin in range(0, numel, self.chunk_numel)
         ]
+
+    def _batches(self, indices: Iterable[int]) -> Iterator[list[tuple[int, Span]]]:
+        """The chunks of `in_order`, those together that go to the worker in one message: as many as
+        have the elements of one chunk. A step's messages then do not grow with its partitions."""
+        batch, numel = list[tuple[int, Span]](), 0
+        for index, span in self.in_order(indices):
+            if batch and numel + span.numel > self.chunk_numel:
+                yield batch
+                batch, numel = [], 0
+            batch.append((index, span))
+            numel += span.numel
+        if batch:
+            yield batch
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""

@@ -51,7 +51,7 @@ def test_block_counts_become_one_and_collected_gradients_their_mean(collected: i
     assert (values.cold_updates, values.collected, state.counts) == (4, [], [11])
     assert values.hot_blocks is not None
     assert values.hot_blocks.tolist() == [1]
-    assert state.schedule["collected"] == collected
+    assert state.schedule.collected == collected
     assert "earlier" in state.kernel
     if collected:
         assert values.last is not None

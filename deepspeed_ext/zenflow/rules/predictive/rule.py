@@ -174,8 +174,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if all(state.sample is None for state in self.states):
             return
         for state in self.states:
-            assert state.sample is not None
-            state.errors, state.sample = state.sample.errors(), None
+            if state.sample is not None:  # else an interrupted call has measured it
+                state.errors, state.sample = state.sample.errors(), None
         self._errors = reduce(
             add, (state.errors for state in self.states if state.errors is not None)
         )

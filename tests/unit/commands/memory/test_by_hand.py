@@ -1,13 +1,15 @@
-"""Five models by name on a card of 24 GB, beside a computation written out: nothing here but the
-card's size comes from the command."""
+"""Five models by name and one of 7 billion parameters on a card of 24 GB, beside computations that
+are written out: nothing here but the card's size comes from the command."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from deepspeed_ext.commands.memory.fit import Fit, Question, fits
-from deepspeed_ext.commands.memory.machine import machine_of
-from deepspeed_ext.commands.memory.model import read_shape
+from deepspeed_ext.commands.memory.machine import Machine, machine_of
+from deepspeed_ext.commands.memory.model import Model, read_shape, typical
 from deepspeed_ext.commands.memory.plan import Capacity
 from deepspeed_ext.commands.memory.setup import Ranks
 from deepspeed_ext.zenflow.plan.places import Place
@@ -21,10 +23,14 @@ MODELS = {  # parameters; vocabulary, width, layers; queries and keys per token;
     "mistral-7b": (7_248_023_552, 32_768, 4096, 32, 4096, 1024, 14336),
     "qwen3-8b": (8_190_735_360, 151_936, 4096, 36, 4096, 1024, 12288),
     "gemma-2-9b": (9_241_705_984, 256_000, 3584, 42, 4096, 2048, 14336),
+    "7e9": (7_000_000_000, 128_256, 3968, 31, 3968, 3968, 10581),  # a typical model
 }
 STATE = {"fp32 moments": 4 + 8, "bf16 moments": 4 + 4, "8-bit moments": 4 + 2 * (1 + 1 / 32)}
 """Bytes of p, m and v per parameter; codes have a scale of a byte per block of 32."""
-NEEDS = {"mistral-7b": ((128, 192), (96, 128), (96, 96))}
+NEEDS = {
+    "mistral-7b": ((128, 192), (96, 128), (64, 96)),
+    "7e9": ((128, 128), (96, 128), (64, 96)),
+}
 WITH_FUSED_LOSS = NEEDS | {
     "qwen2.5-7b": ((128, 192), (96, 128), (96, 96)),
     "llama-3.1-8b": ((128, 192), (96, 128), (96, 128)),
@@ -54,18 +60,22 @@ def host_bytes(name: str, rule: str, moments: str) -> float:
 
 
 def planned(name: str, host: int, *, fused: bool) -> dict[str, Fit]:
-    _, shape, _ = read_shape(name)
     machine, size, _ = machine_of("rtx4090", None, None)
     assert size == 24 * GIB
-    capacity = Capacity(size, host * GIB)
-    question = Question(shape, shape.model(), Ranks(1, 1), capacity, machine, fused_loss=fused)
+    return asked(name, machine, Capacity(size, host * GIB), fused_loss=fused)
+
+
+def asked(name: str, machine: Machine, capacity: Capacity, **how: Any) -> dict[str, Fit]:
+    shape = typical(int(float(name))) if name == "7e9" else read_shape(name)[1]
+    model = Model(MODELS[name][0], shape.largest, "bfloat16")
+    question = Question(shape, model, Ranks(1, 1), capacity, machine, **how)
     return {fit.name: fit for fit in fits(question)}
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_and_verdicts_are_those_reckoned_by_hand(name: str, fused: bool) -> None:
-    """2 GiB of the card stay free, and 8.5 of the host."""
+    """2 GiB of the card stay free, and 6 of the host."""
     gpu, smallest = gpu_bytes(name, fused=fused), dict[str, list[int]]()
     for host in HOSTS:
         found = planned(name, host, fused=fused)
@@ -75,7 +85,7 @@ def test_bytes_and_verdicts_are_those_reckoned_by_hand(name: str, fused: bool) -
                 memory = host_bytes(name, rule, moments)
                 assert fit.needed[Place.ACCELERATOR] == pytest.approx(gpu, rel=0.002)
                 assert fit.needed[Place.HOST] == pytest.approx(memory, rel=0.002)
-                if gpu + 2 * GIB <= 24 * GIB and memory + 8.5 * GIB <= host * GIB:
+                if gpu + 2 * GIB <= 24 * GIB and memory + 6 * GIB <= host * GIB:
                     assert not fit.short
                     smallest.setdefault(f"{rule}, {moments}", []).append(host)
                 else:
@@ -86,3 +96,28 @@ def test_bytes_and_verdicts_are_those_reckoned_by_hand(name: str, fused: bool) -
         for moments, hosts in zip(STATE, expected, strict=bool(expected))
         for rule, host in zip(("ZenFlow exact rule", "ZenFlow"), hosts, strict=True)
     }
+
+
+STEPS = {  # TFLOP/s; GB/s of the link and of host memory; seconds of the ways below
+    "RTX 4090, desktop": (120, 25, 60, (4.56, 4.92, 4.33, 4.10)),
+    "RTX 4090, server": (120, 25, 150, (4.41, 3.88, 3.88, 3.87)),
+    "RTX 5090, desktop": (200, 50, 75, (3.17, 3.93, 2.88, 2.69)),
+}
+"""Steps of 7 billion parameters and 8,192 tokens by an event model of GPU, link and host memory
+(docs/design/stream.md): predicted at stage 2, and exact at stage 3 with each dtype of moments."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_take_about_as_long_as_in_an_event_model(name: str) -> None:
+    """Within 15 %, where the host's memory does not bind; there within 20 %, because the event
+    model leaves out what copies over the link move in it, 4 of 32 to 48 bytes, and y, which a pass
+    writes again after its peek, 2."""
+    tflops, link, host, expected = STEPS[name]
+    machine = Machine(link * 1e9, host * 1e9, tflops * 1e12)
+    found = asked("7e9", machine, Capacity(24 * GIB, 512 * GIB))
+    ways = ["stage 2, ZenFlow, fp32 moments", *(f"stage 3, ZenFlow exact rule, {m}" for m in STATE)]
+    seconds = [found[f"{way}, gradients on host"].seconds for way in ways]
+    assert seconds == pytest.approx(expected, rel=0.2 if "5090" in name else 0.15)
+    offload = found["stage 3, ZeRO-Offload"]
+    waits = (28 + 6 + 6) / (host * 1e9) + 2 / (link * 1e9)  # the pass, conversions and copies; up
+    assert offload.waits == pytest.approx(7e9 * waits, rel=1e-3)

@@ -20,7 +20,6 @@ from deepspeed_ext.commands.arguments import numel as numel_of
 from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Ranks, Setup
-from deepspeed_ext.commands.memory.ways import ways
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.phases import Memory, Part, Phase, largest
 from deepspeed_ext.zenflow.plan.places import Place
@@ -35,19 +34,6 @@ def test_a_phase_is_its_largest_moment() -> None:
     high = [*(Part("c", size, Memory.PAGEABLE) for size in (4, 2)), Part("d", 0, Memory.PAGEABLE)]
     assert largest(low, high) == (Part("c", 6, Memory.PAGEABLE),)
     assert largest([]) == ()
-
-
-def test_two_micro_steps_accumulate_as_three_do() -> None:
-    for place, phase in ((Place.HOST, Phase.BETWEEN), (Place.ACCELERATOR, Phase.BACKWARD)):
-        nbytes = [
-            plan_memory(
-                model_of(10**8),
-                Ranks(2, 2),
-                Setup(stage=2, offload=place is Place.HOST, accumulation=count),
-            ).nbytes(place, phase)
-            for count in (1, 2, 3)
-        ]
-        assert nbytes[1] == nbytes[2] > nbytes[0]
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(1, (8 + 4 + 4 + 2) * 1001), (2, (8 + 4 + 2) * 501)])
@@ -273,17 +259,6 @@ def test_any_arguments_end_with_status_0_or_2(
         assert json.loads(out.getvalue())["ways"]
 
 
-@pytest.mark.parametrize("tier", ["accelerator", "distributed", "host"])
-def test_start_up_follows_the_flatten_tier(tier: Any) -> None:
-    setup = Setup(stage=2, offload=True, flatten_tier=tier)
-    start = plan_memory(model_of(8 * MIB), Ranks(4, 4), setup).nbytes(
-        Place.ACCELERATOR, Phase.START
-    )
-    flat = 16 * MIB
-    copies = {"accelerator": flat, "distributed": flat // 4, "host": 0}
-    assert start == max(flat + copies[tier], flat + 2 * (8 * MIB // 20))
-
-
 def test_by_default_the_optimizer_is_deepspeeds_which_has_no_temporaries() -> None:
     default, torchs = (
         plan_memory(model_of(10**6), Ranks(2, 2), Setup(2, offload=True, **given))
@@ -328,7 +303,7 @@ def test_the_answer_comes_first_with_what_to_write_and_what_it_costs(
     path = tmp_path / "ds.json"
     lines = report_of([*DESKTOP, "84", "--write", str(path)], capsys)
     way = "stage 2, ZenFlow exact rule, bf16 moments, gradients on host"
-    assert lines[0].startswith(f"It fits: {way}, 5.66 s a step. Left: 5.1 GiB of the GPU and 6.")
+    assert lines[0].startswith(f"It fits: {way}, 5.66 s a step. Left: 5.1 GiB of the GPU and 8.")
     written = json.loads(path.read_text())["zero_optimization"]
     assert json.loads(lines[1].removeprefix('Write "zero_optimization": ')) == written
     zenflow = {"update_rule": "exact", "state_dtype": "bfloat16", "gradients_on_host": True}
@@ -340,7 +315,7 @@ def test_the_answer_comes_first_with_what_to_write_and_what_it_costs(
 
 
 def test_a_margin_of_nearly_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    tight = report_of([*DESKTOP, "91.5"], capsys)
+    tight = report_of([*DESKTOP, "89.5"], capsys)
     assert tight[0].startswith("It fits barely: ")
     assert any(line.endswith("   barely") for line in tight)
 
@@ -387,13 +362,6 @@ def test_a_config_is_shown_by_kind_and_phase(capsys: pytest.CaptureFixture[str])
     assert {"optimizer", "gradients", "buffers"} <= set(parts)
     between = float(parts["optimizer"].split()[3])
     assert between > 8 * 7.248e9 / GIB
-
-
-def test_all_shows_every_way_once(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = report_of([*DESKTOP, "192", "--all"], capsys)
-    names = [line[:60].strip() for line in lines if line.startswith(("2, ", "3, "))]
-    assert len(set(names)) == len(names)
-    assert len(names) <= len(list(ways()))
 
 
 def test_json_has_every_way_with_its_config(capsys: pytest.CaptureFixture[str]) -> None:
