@@ -32,8 +32,7 @@ def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] 
     for each in plan.partitions:
         blocks, width = -(-each.on_host // kinds.block_size), plan.rule.per_block_width
         size = (blocks,) if width == 1 else (blocks, width)
-        found = kinds.per_block
-        goes = found is not None and found.exchanged
+        goes = kinds.per_block is not None and kinds.per_block.exchanged
         means = like(size, dtype=getattr(torch, kinds.layout.per_block[1])) if goes else None
         published = like(each.on_host, dtype=getattr(torch, plan.dtypes.published))
         described.append(Results(published, means))

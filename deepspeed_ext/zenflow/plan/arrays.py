@@ -217,8 +217,8 @@ class ArenaKinds:
         if gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
         item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
         entries = -(-numel // self.block_size) * self.layout.per_block_width(self.block_size)
-        found = self.per_block
-        per_block = entries * DTYPE_BYTES[found.dtype] if found and found.exchanged else 0
+        goes = self.per_block is not None and self.per_block.exchanged
+        per_block = entries * DTYPE_BYTES[self.layout.per_block[1]] if goes else 0
         return numel * item + per_block
 
     def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
@@ -261,9 +261,8 @@ class ArenaKinds:
                 else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]
             ),
             *(
-                ArraySpec(found.kind, found.dtype, entries, partition, exchanged=found.exchanged)
-                for found in (self.per_block,)
-                if found is not None
+                ArraySpec(kind, dtype, entries, partition, exchanged=exchanged)
+                for kind, dtype, exchanged in filter(None, [self.per_block])
             ),
             *(replace(gradient, slot=slot) for slot in range(self.slots)),
         ]

@@ -224,8 +224,7 @@ def test_where_gradients_leave_in_backward_stage_3_streams_exact_weights() -> No
         plan = plan_of(tight, state_dtype=state)
         assert plan.peeks
         assert plan.places.gradient is Place.HOST
-        held = Held(plan).nbytes(Place.HOST, Phase.BETWEEN) / GIB
-        assert held == pytest.approx(nbytes, abs=0.01)
+        assert Held(plan).nbytes(Place.HOST, Phase.BETWEEN) / GIB == pytest.approx(nbytes, abs=0.01)
     assert plan_of(roomy, gradients_on_host=True).peeks
     given = {"update_rule": "predictive"}
     for facts, section in ((tight, given), (roomy, {}), (facts_of(one_rank(GIB, GIB)), {})):
