@@ -32,8 +32,8 @@ def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] 
     for each in plan.partitions:
         blocks, width = -(-each.on_host // kinds.block_size), plan.rule.per_block_width
         size = (blocks,) if width == 1 else (blocks, width)
-        dtype = getattr(torch, kinds.per_block.dtype)
-        means = like(size, dtype=dtype) if kinds.per_block.exchanged else None
+        goes = kinds.per_block is not None and kinds.per_block.exchanged
+        means = like(size, dtype=getattr(torch, kinds.layout.per_block[1])) if goes else None
         published = like(each.on_host, dtype=getattr(torch, plan.dtypes.published))
         described.append(Results(published, means))
     return allocated_on_all_ranks(described, getattr(torch, plan.dtypes.gradient), ranks)
@@ -74,7 +74,6 @@ def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena)
         scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
         publish_dtype=getattr(torch, plan.dtypes.published),
         grad_dtype=getattr(torch, plan.dtypes.gradient),
-        per_block=arena.tensor(plan.kinds.per_block.kind, index),
         ring=[arena.tensor(*key) for key in arena.keys("g", index)],
         places=plan.places,
     )

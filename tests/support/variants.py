@@ -83,7 +83,8 @@ class Variant:
 
     def config(self, stage: int, dtype: str, accumulation: int, clipping: float) -> dict[str, Any]:
         """The config of a run."""
-        config = zenflow_config(stage, DTYPES[dtype], accumulation, **self.section)
+        section = {"autotune": False} | self.section  # what is chosen by measuring may change bits
+        config = zenflow_config(stage, DTYPES[dtype], accumulation, **section)
         config["optimizer"] = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config["gradient_clipping"] = clipping
         config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 3}

@@ -200,7 +200,7 @@ class ArenaKinds:
         layout: p and the optimizer's moments.
         block_size: elements of a block.
         dtypes: of gradients and y.
-        per_block: the rule's array.
+        per_block: the rule's array; None: it reads none, so it takes no memory.
         lifts_y: whether y is copied to the accelerator; gradients always come from there.
         slots: slots of the gradient ring.
     """
@@ -208,7 +208,7 @@ class ArenaKinds:
     layout: StateLayout
     block_size: int
     dtypes: Dtypes
-    per_block: PerBlock
+    per_block: PerBlock | None
     lifts_y: bool
     slots: int
 
@@ -217,7 +217,8 @@ class ArenaKinds:
         if gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
         item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
         entries = -(-numel // self.block_size) * self.layout.per_block_width(self.block_size)
-        per_block = entries * DTYPE_BYTES[self.per_block.dtype] if self.per_block.exchanged else 0
+        goes = self.per_block is not None and self.per_block.exchanged
+        per_block = entries * DTYPE_BYTES[self.layout.per_block[1]] if goes else 0
         return numel * item + per_block
 
     def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
@@ -232,7 +233,6 @@ class ArenaKinds:
         dtypes = self.dtypes
         replaces = self.dtypes.y_replaces_gradient
         shown = self.layout.shown if self.layout.is_coded else ()
-        kind, dtype, exchanged = self.per_block
         entries = blocks * self.layout.per_block_width(self.block_size)
         gradient = ArraySpec(
             "g",
@@ -260,7 +260,10 @@ class ArenaKinds:
                 if replaces
                 else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]
             ),
-            ArraySpec(kind, dtype, entries, partition, exchanged=exchanged),
+            *(
+                ArraySpec(kind, dtype, entries, partition, exchanged=exchanged)
+                for kind, dtype, exchanged in filter(None, [self.per_block])
+            ),
             *(replace(gradient, slot=slot) for slot in range(self.slots)),
         ]
 

@@ -167,7 +167,7 @@ class Held:
     def _arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages; `at_start` those that the worker touches then."""
         exchanged = {"g", "y", "chunks"}
-        if self.plan.kinds.per_block.exchanged:
+        if (per_block := self.plan.kinds.per_block) is not None and per_block.exchanged:
             exchanged |= {"block_means", "known"}
         if not self.plan.computes_there:
             weights = self.plan.places.weights

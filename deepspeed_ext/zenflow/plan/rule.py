@@ -90,8 +90,8 @@ class RuleSettings(ABC):
         """Whether the rule steps blocks where the gradients are."""
 
     @abstractmethod
-    def per_block(self, places: Places) -> PerBlock:
-        """The rule's per-block array."""
+    def per_block(self, places: Places) -> PerBlock | None:
+        """The rule's per-block array; None: it reads none."""
 
     @abstractmethod
     def nbytes(
@@ -162,10 +162,10 @@ class PredictiveSettings(RuleSettings):
     def steps_beside_worker(self) -> bool:
         return False
 
-    def per_block(self, places: Places) -> PerBlock:
+    def per_block(self, places: Places) -> PerBlock | None:
         """What the estimate is made from, copied to the accelerator if estimates run there."""
-        goes_there = self.overlapped and places.gradient is Place.ACCELERATOR
-        return PerBlock(*self.layout.per_block, exchanged=goes_there)
+        goes_there = places.gradient is Place.ACCELERATOR
+        return PerBlock(*self.layout.per_block, exchanged=goes_there) if self.overlapped else None
 
     def nbytes(
         self,

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Places, Source
 from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -81,9 +80,8 @@ class SelectiveSettings(RuleSettings):
         """True: hot blocks."""
         return True
 
-    def per_block(self, places: Places) -> PerBlock:
-        """What the worker computes for other rules; not read."""
-        return PerBlock(*self.layout.per_block, exchanged=False)
+    def per_block(self, places: Places) -> None:
+        """None: nothing is estimated."""
 
     def nbytes(
         self,

@@ -53,7 +53,6 @@ class Partition:
         scales: scales of m and v, if they are codes, uint8 [ceil(n / block_size)].
         publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
-        per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
             that went into it. Empty or unused if gradients and y pass through the host in chunks.
         places: where its arrays are.
@@ -68,7 +67,6 @@ class Partition:
     moments: tuple[torch.Tensor, ...]
     publish_dtype: torch.dtype
     grad_dtype: torch.dtype
-    per_block: torch.Tensor
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
