@@ -33,7 +33,6 @@ from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
-    ArenaTouch,
     Span,
     ThreadLimit,
     WorkerPlan,
@@ -146,7 +145,6 @@ class WorkerLink:
         self.metrics = metrics
         self._kept = DeferredError()
         self._gradients_in_flight = 0
-        self._touched = {spec.key for spec in plan.arena if spec.touched}
         self._timeout_seconds = threads.timeout_seconds
         self.longest_wait_seconds = _longest_wait_seconds(threads.timeout_seconds, ranks)
         try:
@@ -170,7 +168,10 @@ class WorkerLink:
         # waiting.
         self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
         self._end_copies.atexit = False
-        self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
+        # The worker has touched them: locking untouched pages would place them on this process's
+        # memory node and clear them in a single thread.
+        keys = [spec.key for spec in plan.arena if spec.touched and spec.exchanged]
+        self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     def relay(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
         """Switch to `plan`, with fewer elements on the host, in the same memory and worker. Nothing
@@ -219,18 +220,6 @@ class WorkerLink:
             return Transfers(self.process, results, plan.rule.block_size, waiting, plan.copies)
         slots, how = _slots_of_chunks(self.arena), (plan.chunks, self._timeout_seconds, waiting)
         return HiddenTransfers(self.process, results, buffers, *how, slots)
-
-    def lock(self, keys: Sequence[ArrayKey]) -> None:
-        """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
-
-        The worker touches them first: locking untouched pages would place them on this process's
-        memory node and clear them in a single thread.
-        """
-        new = [key for key in keys if key not in self._touched]
-        if new:
-            self.process.wait_for(self.process.submit([ArenaTouch(tuple(new))]))
-            self._touched.update(new)
-        self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     # Note: [an error of one rank]
     # If a rank raised between two of DeepSpeed's collectives, the others would wait in the next one

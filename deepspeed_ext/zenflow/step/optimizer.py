@@ -322,9 +322,6 @@ class HostOptimizer:
         self.link.transfers.weights = [each.weights for each in partitions]
         self.state.heads = heads
         self.rule.restart(None, partitions)
-        if plan.places.handed_over is Place.HOST:  # slots of whole gradients
-            keys = (self.link.arena.keys("g", each.index) for each in partitions)
-            self.link.lock([key for of_partition in keys for key in of_partition])
 
     def close(self) -> None:
         """Stop the worker, and free p and the moments; weights stay readable. Idempotent."""

@@ -31,7 +31,6 @@ from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, NativeKernel, Pas
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
-    ArenaTouch,
     ArenaWrite,
     CodedPart,
     Done,
@@ -165,9 +164,6 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
         begin = time.perf_counter()
         if isinstance(work, ArenaWrite):
             failed_write = failed_write or write_from_arena(work, arena, kernel, block_size)
-            continue
-        if isinstance(work, ArenaTouch):
-            _touch(arena, kernel, work.keys, plan)
             continue
         if isinstance(work, ArenaRelay):
             arena.relay(work.layout)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArrayKey
+from deepspeed_ext.zenflow.plan.arrays import ArenaLayout
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "ArenaRelay",
-    "ArenaTouch",
     "ArenaWrite",
     "CodedPart",
     "Done",
@@ -119,14 +118,6 @@ class ArenaWrite:
 
 
 @dataclass(frozen=True)
-class ArenaTouch:
-    """Touch the pages of arrays, which places untouched ones on the worker's memory node. Values do
-    not change."""
-
-    keys: tuple[ArrayKey, ...]
-
-
-@dataclass(frozen=True)
 class ArenaRelay:
     """Use this layout of the arena from now on."""
 
@@ -141,7 +132,7 @@ class ThreadLimit:
     threads: int
 
 
-Work: TypeAlias = WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit
+Work: TypeAlias = WorkerTask | ArenaWrite | ArenaRelay | ThreadLimit
 """All that is submitted. Only a `WorkerTask` has a partition."""
 
 

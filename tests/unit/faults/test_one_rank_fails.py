@@ -377,7 +377,7 @@ def go_through(
         # ranks that select differently
         ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),
         ("save", 2, "selective", 23, ""),
-        ("save beside", 2, "predictive", 41, ""),
+        ("save beside", 2, "predictive", 13, ""),
         ("load", 3, "predictive", 113, ""),
         ("load elsewhere", 2, "predictive", 113, ""),
         *(

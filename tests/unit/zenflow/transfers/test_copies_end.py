@@ -17,17 +17,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
-from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.inside_step import Results
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.kernel import Publish
-from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerTask
-from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import Linears, batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
@@ -100,44 +96,6 @@ def closed_with_results_on_their_way(numel: int) -> None:
 
 def test_a_room_is_free_once_its_results_have_arrived_also_if_nothing_is_locked() -> None:
     run_ranks(1, closed_with_results_on_their_way, 1 << 14, device="sim")
-
-
-def touched_before_locked(config: dict[str, Any]) -> list[str]:
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
-        engine = make_engine(config)
-    link, order = engine.optimizer.host_optimizer.link, list[str]()
-    wait_for, submit = OptimizerProcess.wait_for, OptimizerProcess.submit
-
-    def submitted(process: OptimizerProcess, tasks: Any) -> int:
-        order.extend(f"touch {key.kind} {key.slot}" for key in tasks[0].keys)
-        assert isinstance(tasks[0], ArenaTouch)
-        return submit(process, tasks)
-
-    def waited_for(process: OptimizerProcess, number: int) -> None:
-        wait_for(process, number)
-        order.append("touched")
-
-    # whole gradients are handed over only if copies are to run inside the step
-    slots = [ArrayKey("g", 0, 0)]
-    link.arena.tensor(*slots[0]).fill_(3.0)
-    with (
-        patch.object(OptimizerProcess, "submit", submitted),
-        patch.object(OptimizerProcess, "wait_for", waited_for),
-        patch.object(
-            PageLocks, "lock", lambda locks, tensors: order.append(f"lock {len(tensors)}")
-        ),
-    ):
-        for _ in range(2):
-            link.lock(slots)
-    assert bool((link.arena.tensor(*slots[0]) == 3.0).all())
-    engine.destroy()
-    return order
-
-
-def test_the_worker_touches_memory_before_it_is_locked() -> None:
-    """Else it would lie on the trainer's memory node; what it holds stays."""
-    found = run_ranks(1, touched_before_locked, zenflow_config(2), device="sim")
-    assert found == [["touch g 0", "touched", "lock 1", "lock 1"]]
 
 
 def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, float]:
