@@ -48,7 +48,7 @@ def run(body: Any, ranks: int, variant: Variant, *how: Any, pool: str) -> list[A
 ALIKE = {name: each for name, each in VARIANTS.items() if each.like is not None}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @of(ALIKE)
 def test_it_has_the_bits_of_the_run_that_it_is_like(
     name: str, stage: int, ranks: int, dtype: str, accumulation: int, clipping: float
