@@ -109,7 +109,9 @@ class AdamKind(OptimizerKind):
         dtypes: Sequence[torch.dtype],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        inverse = torch.ones(-(-prepare.PREPARED_NUMEL // block_size), device=device)
+        inverse = torch.ones(
+            -(-prepare.PREPARED_NUMEL // block_size), dtype=torch.float32, device=device
+        )
         numbers = (1.0, 0.0)
         return prepare.estimates(kernels.predict, numbers, inverse, block_size, dtypes, alignments)
 

@@ -102,4 +102,6 @@ class PartitionValues:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
         first, end = self.on_accelerator + begin, begin + state[0].numel()
         for gradient, step in zip(self.gradients, self.collected, strict=True):
-            AdamPasses.take_step(state, gradient[begin:end], step, block_size, first, moment_dtype)
+            AdamPasses.take_host_step(
+                state, gradient[begin:end], step, block_size, first, moment_dtype
+            )

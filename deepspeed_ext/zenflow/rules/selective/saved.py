@@ -68,7 +68,7 @@ class SelectivePartitionValues(PartitionValues):
         if self.mean is not None:
             cold = replace(cold, step=self.cold_updates + 1)
             mean = self.mean[begin : begin + p.numel()]
-            AdamPasses.take_step(state, mean, cold, block_size, begin, moment_dtype)
+            AdamPasses.take_host_step(state, mean, cold, block_size, begin, moment_dtype)
         recorrect(m, v, cold, self.last)
         for array, rows in zip(state, kept, strict=True):
             rows_of(array, block_size)[ids] = rows

@@ -258,6 +258,35 @@ class AdamPasses(Passes):
                 p.add_(change)
                 store(moments, stored, scales, block_size)
 
+    @classmethod
+    def take_host_step(
+        cls,
+        state: "Sequence[torch.Tensor]",
+        grad: "torch.Tensor",
+        step: AdamStep,
+        block_size: int,
+        first: int = 0,
+        moment_dtype: str | None = None,
+    ) -> None:
+        """As in the base class, by the operations of ``torch.optim.AdamW``, so to its bits;
+        `moment_dtype` as for `take_step`."""
+        from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
+
+        p, *stored = state[:3]
+        moments = m, v = loaded(stored, state[3:], block_size)
+        g = grad.float() * step.grad_scale
+        if step.decoupled:
+            p.mul_(1.0 - step.lr * step.weight_decay)
+        elif step.weight_decay:
+            g.add_(p, alpha=step.weight_decay)
+        m.lerp_(g, 1.0 - step.beta1)
+        v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
+        dtype = moment_dtype or dtype_name(stored[0].dtype)
+        round_moments(m, v, dtype, block_size, step.step, first)
+        denominator = v.sqrt().div_(step.bias_correction2_sqrt).add_(step.eps)
+        p.addcdiv_(m, denominator, value=-step.lr / step.bias_correction1)
+        store(moments, stored, state[3:], block_size)
+
     @staticmethod
     def publish(
         publish: Publish,

@@ -144,7 +144,7 @@ class LionPasses(Passes):
         rows = signs[:, :block_size].reshape(-1)
         rows[: m.numel()] = m.signbit()
         signs[:, :block_size] = rows.view(len(known), block_size)
-        words = signs.view(len(known), -1, 32) << torch.arange(32, device="cpu")
+        words = signs.view(len(known), -1, 32) << torch.arange(32, device="cpu", dtype=torch.int64)
         known[:, 1:] = words.sum(2).to(torch.int32)
 
 

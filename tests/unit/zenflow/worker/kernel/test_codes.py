@@ -286,7 +286,7 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(first: int) -> 
     state = State(n, 32).run(make_kernel("reference"), grads, steps, first=first)
     p, m, v = State(n, 32).found["p"], torch.zeros(n), torch.zeros(n)
     for grad, step in zip(grads, steps, strict=True):
-        AdamPasses.take_step([p, m, v], grad, step, 32, first, "int8")
+        AdamPasses.take_host_step([p, m, v], grad, step, 32, first, "int8")
     assert_same({"p": state.found["p"], "moments": state.moments()}, {"p": p, "moments": [m, v]})
 
 

@@ -166,6 +166,6 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(
             if in_pass:
                 run(make_kernel("reference"), {"p": p, "m": m, "v": v}, grad, step, first)
             else:
-                AdamPasses.take_step([p, m, v], grad, step, 32, first)
+                AdamPasses.take_host_step([p, m, v], grad, step, 32, first)
         results.append({"p": p, "m": m, "v": v})
     assert_same(*results)
