@@ -110,7 +110,7 @@ OF_OTHERS = {
     *("_initializing", "co_filename", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create"),
     *("safe_path", "iowait", "sched_getaffinity", "FileBaton", "_end_copies", "arena"),
     *("measurements", "process", "host_optimizer", "zenflow_parts", "architectures"),
-    *("text_config", "is_integrated", "cudart"),
+    *("text_config", "is_integrated", "cudart", "is_exact"),
 }
 """Attributes of torch, Python, the operating system, transformers and this package that may be
 missing."""

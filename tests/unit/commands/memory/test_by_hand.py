@@ -54,8 +54,8 @@ def gpu_bytes(name: str, *, fused: bool) -> float:
 def host_bytes(name: str, rule: str, moments: str) -> float:
     """State; and a slot for gradients in bf16. The predictive rule has a slot more, two fp32
     numbers for each block of 32, and, while the model is saved alone, its weights set aside; the
-    exact rule one number, and four of 64 chunks of weights on their way."""
-    slots, of_blocks, aside = (2, 8 / 32, 2) if rule == "ZenFlow" else (1, 4 / 32 + 2 * 4 / 64, 0)
+    exact rule four of 64 chunks of weights on their way."""
+    slots, of_blocks, aside = (2, 8 / 32, 2) if rule == "ZenFlow" else (1, 2 * 4 / 64, 0)
     return MODELS[name][0] * (STATE[moments] + 2 * slots + of_blocks + aside)
 
 
