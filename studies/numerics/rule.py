@@ -139,6 +139,8 @@ class Host:
             of_step = publish if number == len(steps) else exact
             work = Pass(layout, state, y, self.block_size, of_step, _array(grad), step, means)
             kernel().run(work)
+        if not steps:
+            kernel().run(Pass(layout, state, y, self.block_size, publish, per_block=means))
 
     def step(self, grad: torch.Tensor, step: AdamStep) -> None:
         """One exact update; publishes p."""
