@@ -16,7 +16,6 @@ import psutil
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan import chunks
@@ -140,7 +139,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "the worker steps": (WorkerLink, "depart"),
     "the passes follow": (WorkerLink, "follow"),
     "chunks arrive": (Stream, "_receive"),
-    "a backward pass completes weights": (ReachedState, "complete_weights"),
+    "a backward pass completes weights": (HostOptimizer, "complete_weights"),
     "a save": (StateStore, "drain"),
 }
 """Phases of a step of the exact rule, and the method behind whose first call the worker is
