@@ -484,6 +484,8 @@ def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:
         logger.error(str(error))
     except BaseException as error:  # also Ctrl-C: at exit no caller could catch it
         logger.error(f"rank {rank}: checkpoint {tag!r} was not saved: {one_line(error)}")
+    finally:
+        found._saving = None  # both calls at exit come here; what was given up is said once
 
 
 def _latest(load_dir: str) -> str | None:
