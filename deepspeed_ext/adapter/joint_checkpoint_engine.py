@@ -475,7 +475,7 @@ def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:
     found = engine()
     if found is None or found._saving is None or not found._home.is_here:
         return
-    rank, tag = found._ranks.rank, found._saving.info.tag
+    rank, saving = found._ranks.rank, found._saving
     try:
         if not found.has_written:
             logger.warning(f"rank {rank}: exit waits for a checkpoint that is still being written")
@@ -483,7 +483,10 @@ def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:
     except CheckpointError as error:
         logger.error(str(error))
     except BaseException as error:  # also Ctrl-C: at exit no caller could catch it
-        logger.error(f"rank {rank}: checkpoint {tag!r} was not saved: {one_line(error)}")
+        what = f"checkpoint {saving.info.tag!r} was not saved"
+        logger.error(f"rank {rank}: {what}: {one_line(error)}")
+        if found._leads:
+            saving.folder.give_up()
     finally:
         found._saving = None  # both calls at exit come here; what was given up is said once
 

@@ -19,5 +19,6 @@ def quoted(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The type and the text of an error."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """The type and the text of an error, if it has one."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

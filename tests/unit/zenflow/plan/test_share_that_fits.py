@@ -106,8 +106,10 @@ def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_le
     assert units <= units_that_fit(facts_of(model, ranks, setup, (gib + 8) * GIB), setup)
     assume(units > 0)
     live = 2 * 2 * 10**9 if setup.stage == 3 else 0  # gathered layers count as activations
-    padding = 4096  # of partitions, which the choice does not know
-    assert peak_at(model, ranks, setup, 1.0 - units / UNITS) <= gib * GIB + live + padding
+    # With accumulation, reduced copies in backward lie beside the bucket; and partitions have
+    # padding. The choice knows neither.
+    unknown = (10**9 if setup.accumulation > 1 else 0) + 8192
+    assert peak_at(model, ranks, setup, 1.0 - units / UNITS) <= gib * GIB + live + unknown
 
 
 @pytest.mark.parametrize("short", ["later", "reserve"])
