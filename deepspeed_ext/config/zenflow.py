@@ -159,7 +159,7 @@ class ZenFlowConfig(ConfigSection):
         perc = data.pop("pt_reserved_cores_perc", 0)  # DeepSpeed's name for a fraction
         if data.get("pt_reserved_cores") in (None, "auto") and perc not in (0, 1, None, "auto"):
             data["pt_reserved_cores"] = perc
-        gone = RETIRED.keys() - type(self).model_fields.keys()
+        gone = RETIRED.keys() - ZenFlowConfig.model_fields.keys()
         old = {name for name in gone & data.keys() if data.pop(name) not in (None, "auto")}
         old |= {name for name in RETIRED if data.get(name) == "measured"}
         super().__init__(**{name: value for name, value in data.items() if name not in old})

@@ -398,6 +398,9 @@ def test_a_retired_field_is_read_and_says_what_it_means_now() -> None:
             assert found.retired == {name: RETIRED[name]}
             assert found.model_dump() == ZenFlowConfig(block_size=64).model_dump()
             assert found.model_fields_set == {"block_size"}
+            section = ZeroConfig(stage=2, zenflow={name: value}).zenflow  # has DeepSpeed's fields
+            assert section is not None
+            assert section.retired == found.retired
         for absent in ("auto", None):
             assert ZenFlowConfig.model_validate({name: absent}).retired == {}
 
