@@ -271,13 +271,17 @@ def small_parts() -> Iterator[None]:
 
 def state_at_end(engine: Any, variant: Variant) -> dict[str, Any]:
     """Weights, p, norm and skipped steps. p without padding, which no checkpoint has."""
-    norm = engine.get_global_grad_norm()
-    masters = masters_of if variant.groups is expert_groups else full_masters_of
+    norm, optimizer = engine.get_global_grad_norm(), engine.optimizer
+    if variant.groups is expert_groups:
+        lengths = zip(masters_of(engine), optimizer.groups_padding, strict=True)
+        masters = [master[: master.numel() - padding] for master, padding in lengths]
+    else:
+        masters = full_masters_of(engine)
     return {
         "norm": None if norm is None else float(norm),
         "skipped": engine.skipped_steps,
         "weights": weights_of(engine),
-        "masters": masters(engine),
+        "masters": masters,
     }
 
 
