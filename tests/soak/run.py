@@ -104,6 +104,7 @@ class Ranks:
         self._before = [len(self.curve(rank)) for rank in self.all]
         command = [sys.executable, "-m", "tests.soak.trainer", "--folder", str(folder), *flags]
         command += [f"--stage={plan.stage}", f"--form={plan.form}"]
+        command += [f"--worker-timeout-seconds={WORKER_TIMEOUT}"]
         command += [f"--group-timeout-seconds={GROUP_TIMEOUT}"]
         self.processes = [self._launch(rank, command) for rank in self.all]
 
@@ -282,7 +283,6 @@ def run_round(plan: Round, folder: Path, save_every: int = 20, pace: float = 0.0
     """One round, in an empty folder; returns how many losses were compared."""
     here, there = folder / "disturbed", folder / "undisturbed"
     flags = [f"--save-every={save_every}", f"--pace-seconds={pace}"]
-    flags += [f"--worker-timeout-seconds={WORKER_TIMEOUT}"]
     ranks = Ranks(here, plan, *flags)
     try:
         for fault in plan.faults:

@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--form", choices=FORMS, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="steps; 0: never")
     parser.add_argument("--pace-seconds", type=float, default=0.0, help="in place of a device")
-    parser.add_argument("--worker-timeout-seconds", type=float, default=15.0)
-    parser.add_argument("--group-timeout-seconds", type=float, default=20.0)
+    parser.add_argument("--worker-timeout-seconds", type=float, required=True)
+    parser.add_argument("--group-timeout-seconds", type=float, required=True)
     args, rank = parser.parse_args(), int(os.environ["RANK"])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.distributed.init_process_group(
