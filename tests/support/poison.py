@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -70,7 +70,7 @@ def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
         if not waits:
             _patch(stack, Transfers, "take", poison.take)
         _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
-        _patch(stack, Estimator, "predict", poison.predict)
+        _patch(stack, AdamKind, "predict", poison.predict)
         _patch(stack, Transfers, "write", poison.write)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, OptimizerProcess, "submit", poison.submit)
@@ -115,10 +115,12 @@ class _Poison:
         return method
 
     def predict(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(estimator: Estimator, weights: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def method(
+            kind: AdamKind, estimate: Any, weights: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> None:
             weights.fill_(float("nan"))
             delay()
-            original(estimator, weights, *args, **kwargs)
+            original(kind, estimate, weights, *args, **kwargs)
 
         return method
 
@@ -196,7 +198,7 @@ def synchronous() -> Iterator[None]:
             (HiddenTransfers, "take"),
             (HiddenTransfers, "depart"),
             (HiddenTransfers, "_landed"),
-            (Estimator, "predict"),
+            (AdamKind, "predict"),
             (Transfers, "write"),
             (PredictiveRule, "_read_results"),
             (SelectiveRule, "to_hand_over"),

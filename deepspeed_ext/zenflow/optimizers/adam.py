@@ -4,16 +4,15 @@ estimate, in `optimizers.adam_estimator`."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow import kernels
-from deepspeed_ext.zenflow.kernels import prepare
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
-from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
@@ -85,35 +84,21 @@ class AdamKind(OptimizerKind):
     def ahead(self, last: AdamStep) -> Publish:
         return publish_ahead(last)
 
-    def estimate(self, last: AdamStep, per_block: torch.Tensor, block_size: int) -> Estimator:
-        return Estimator.after(last, per_block, block_size)
+    def estimate(self, last: AdamStep, per_block: torch.Tensor, block_size: int) -> Estimate:
+        """It remembers 1 / d_b of each block."""
+        return self.remembered(inverses(last, per_block), block_size)
 
-    def remembered(self, kept: torch.Tensor, block_size: int) -> Estimator:
-        return Estimator.remembering(kept, block_size)
-
+    @torch.no_grad()
     def predict(
         self,
-        estimate: Estimator,
+        estimate: Estimate,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
         step: AdamStep,
     ) -> None:
-        coefficient = effect_of(step, step.step)
-        estimate.predict(weights, published, grad, step.grad_scale, coefficient)
-
-    def estimate_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        inverse = torch.ones(
-            -(-prepare.PREPARED_NUMEL // block_size), dtype=torch.float32, device=device
-        )
-        numbers = (1.0, 0.0)
-        return prepare.estimates(kernels.predict, numbers, inverse, block_size, dtypes, alignments)
+        numbers = step.grad_scale, effect_of(step, step.step)
+        kernels.predict(weights, published, grad, estimate.kept, *numbers, estimate.block_size)
 
     def step_rows(
         self,
@@ -123,15 +108,6 @@ class AdamKind(OptimizerKind):
         step: AdamStep,
     ) -> None:
         kernels.adam_step(state, grad, weights, step)
-
-    def step_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        return prepare.adam_steps(device, block_size, self.layout, dtypes, alignments)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

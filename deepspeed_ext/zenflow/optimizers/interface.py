@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -22,16 +22,24 @@ from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 __all__ = ["Estimate", "OptimizerKind"]
 
 
-class Estimate(Protocol):
-    """What an optimizer's estimate remembers of one partition's newest result."""
+@dataclass(frozen=True)
+class Estimate:
+    """What the accelerator remembers of one partition's newest result.
 
-    @property
-    def kept(self) -> torch.Tensor:
-        """Its whole content, as one tensor on the accelerator."""
+    Attributes:
+        kept: `width` numbers for each block, 1-D, on the device of the gradients.
+        block_size: elements of a block.
+    """
+
+    kept: torch.Tensor
+    block_size: int
+    width: int = 1
 
     def of(self, begin: int, end: int) -> Estimate:
         """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive),
         where one ends."""
+        first, last = begin // self.block_size, -(-end // self.block_size)
+        return replace(self, kept=self.kept[first * self.width : last * self.width])
 
 
 class OptimizerKind(ABC):
@@ -149,23 +157,23 @@ class OptimizerKind(ABC):
 
     # -- the estimate ------------------------------------------------------------------------------
 
-    @abstractmethod
     def estimate(self, last: Any, per_block: torch.Tensor, block_size: int) -> Estimate:
-        """The estimate after the update `last`.
+        """The estimate after the update `last`; by default it remembers the per-block array.
 
         Args:
             last: the newest update's constants.
             per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
         """
+        return self.remembered(per_block, block_size)
 
-    @abstractmethod
     def remembered(self, kept: torch.Tensor, block_size: int) -> Estimate:
         """The estimate whose `kept` this is."""
+        return Estimate(kept, block_size, self.layout.per_block_width(block_size))
 
     @abstractmethod
     def predict(
         self,
-        estimate: Any,
+        estimate: Estimate,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
@@ -175,22 +183,11 @@ class OptimizerKind(ABC):
 
         Args:
             estimate: from `estimate`.
-            weights: written in place; 1-D [n], any device.
-            published: y, 1-D [n], any device.
-            grad: the gradient, 1-D [n].
+            weights: written in place; 1-D [n], any float dtype, any device.
+            published: y, 1-D [n], any float dtype, any device.
+            grad: the gradient, 1-D [n], any float dtype.
             step: its constants.
         """
-
-    def estimate_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `predict`; see
-        `kernels.prepare.estimates`."""
-        return ()
 
     # -- the share on the accelerator --------------------------------------------------------------
 
@@ -206,14 +203,3 @@ class OptimizerKind(ABC):
             step: the update's constants.
         """
         raise NotImplementedError
-
-    def step_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `step_rows`; see
-        `kernels.prepare.adam_steps`."""
-        return ()

@@ -13,39 +13,18 @@ accumulate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow import kernels
-from deepspeed_ext.zenflow.kernels import prepare
-from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
+from deepspeed_ext.zenflow.worker.kernel.definition import Chunks
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
-__all__ = ["LionKind", "SignsAndMeans"]
+__all__ = ["LionKind"]
 
 _NAMES = ("DeepSpeedCPULion", "FusedLion")
-
-
-@dataclass(frozen=True)
-class SignsAndMeans:
-    """What the estimate knows of m.
-
-    Attributes:
-        kept: `known` of `worker.kernel.lion_pass`, 1-D int32, on the device of the gradients.
-    """
-
-    kept: torch.Tensor
-    block_size: int
-
-    def of(self, begin: int, end: int) -> SignsAndMeans:
-        """What it knows of the elements from `begin`, where a block begins, to `end` (exclusive),
-        where one ends."""
-        width = LION_STATE.per_block_width(self.block_size)
-        blocks = slice(begin // self.block_size * width, -(-end // self.block_size) * width)
-        return SignsAndMeans(self.kept[blocks], self.block_size)
 
 
 class LionKind(OptimizerKind):
@@ -78,35 +57,30 @@ class LionKind(OptimizerKind):
     def ahead(self, last: LionStep) -> LionPublish:
         return LionPublish(last.decay)
 
-    def estimate(self, last: LionStep, per_block: torch.Tensor, block_size: int) -> SignsAndMeans:
-        return SignsAndMeans(per_block, block_size)
-
-    def remembered(self, kept: torch.Tensor, block_size: int) -> SignsAndMeans:
-        return SignsAndMeans(kept, block_size)
-
     @torch.no_grad()
     def predict(
         self,
-        estimate: SignsAndMeans,
+        estimate: Estimate,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
         step: LionStep,
     ) -> None:
-        numbers = (step.grad_scale * (1.0 - step.beta1), step.beta1, step.lr)
-        known, block_size = estimate.kept, estimate.block_size
-        kernels.predict_signs(weights, published, grad, known, *numbers, block_size)
+        """In torch operations, a chunk at a time. sign(x) is -1 if x < 0, otherwise 1, also for a
+        NaN."""
+        size, lr, grad_weight = estimate.block_size, step.lr, step.grad_scale * (1.0 - step.beta1)
+        rows = estimate.kept.view(-1, estimate.width)
+        for part in Chunks(grad.numel(), size, grad.device, 1):
+            known = rows[part.begin // size : -(-part.end // size)]
+            lean = known[:, :1].view(torch.float32) * step.beta1
+            x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
+            x.add_(torch.where(_signs(known[:, 1:], part.row), -lean, lean))
+            update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
+            arrived = part.of(published).to(grad.device, non_blocking=True)
+            part.of(weights).copy_(x.copy_(arrived).add_(update))
 
-    def estimate_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        numel = -(-prepare.PREPARED_NUMEL // block_size) * LION_STATE.per_block_width(block_size)
-        known = torch.zeros(numel, dtype=torch.int32, device=device)
-        numbers = (0.0, 0.9, 0.0)
-        return prepare.estimates(
-            kernels.predict_signs, numbers, known, block_size, dtypes, alignments
-        )
+
+def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
+    """The first `numel` sign bits of each row of `words`, int32 [rows, words]; bool."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()

@@ -187,10 +187,7 @@ HARMLESS = {
     ),
     "without kernels, everything is computed by torch operations, with a warning": (
         "zenflow/kernels/launch.py:_found",
-        *(
-            f"zenflow/kernels/prepare.py:{name}"
-            for name in ("norms", "estimates", "adam_steps", "_first_elements")
-        ),
+        "zenflow/built_parts.py:prepare_kernels.",
     ),
     "called once after a step, so not in every save": (
         "zenflow/rules/predictive/probe.py:Sample.predicted",

@@ -27,7 +27,7 @@ from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -284,7 +284,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
     with ExitStack() as stack:
         for owner, method, name in (
             (Transfers, "write", "write"),
-            (Estimator, "predict", "write"),
+            (AdamKind, "predict", "write"),
             (SelectiveRule, "write_weights", "write"),
             (SubGroupPartitions, "order_gathers", "wait"),
         ):
