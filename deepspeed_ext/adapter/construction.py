@@ -204,11 +204,7 @@ def _report(
 def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
     schedule = host.rule.schedule
     layout = host.kind.layout
-    rounded = (
-        ""
-        if layout.moment_dtype == "float32"
-        else f", moments in {layout.moment_dtype} (not exact)"
-    )
+    rounded = f", {layout.rounding} (not exact)" if layout.rounding else ""
     rule = "exact" if host.decided.streams else settings.rule
     how = f"{rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"

@@ -87,6 +87,6 @@ class EngineSettings(DeepSpeedEngine):
             "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
             "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
             "bf16.bf16_optimizer_states": super().bf16_optimizer_states()
-            and (self._zenflow is None or self._zenflow.state_dtype == "float32"),
+            and (self._zenflow is None or self._zenflow.keeps_exact_moments),
         }
         return [name for name, is_on in given.items() if is_on]

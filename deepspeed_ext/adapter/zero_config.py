@@ -21,7 +21,6 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.config.file import read_json, require_fields, shown
-from deepspeed_ext.config.zenflow import OF_ONE_RULE
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.facts import Ratio
 from deepspeed_ext.zenflow.plan.rules import limits_of
@@ -98,18 +97,11 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return 1.0 if is_one else given
 
     def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
-        """The ``zenflow`` section. DeepSpeed's ``bf16.bf16_optimizer_states`` sets its
-        ``state_dtype`` to bfloat16, if that is not given and the update rule supports it."""
+        """The ``zenflow`` section, given DeepSpeed's ``bf16.bf16_optimizer_states``."""
         section = self.zenflow
-        if (
-            section is None
-            or not bf16_optimizer_states
-            or "state_dtype" in section.model_fields_set
-        ):
+        if section is None or not bf16_optimizer_states:
             return section
-        if "state_dtype" not in OF_ONE_RULE[section.rule]:
-            return section
-        return section.model_copy(update={"state_dtype": "bfloat16"})
+        return section.with_bf16_moments()
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "STATE_KEY",
@@ -85,6 +86,11 @@ class SavedState(Generic[ScheduleT, PartitionT]):
     partitions: list[PartitionT]
     plan: dict[str, Any] | None = None
     weights: list[torch.Tensor] | None = None
+
+    @property
+    def layout(self) -> StateLayout:
+        """The state of the optimizer that saved it."""
+        return replace(LAYOUTS[self.optimizer], moment_dtype=self.moment_dtype)
 
     @property
     def counts(self) -> list[int]:
@@ -292,7 +298,7 @@ def restore(host: HostOptimizer, saved: AnySavedState | None, where: str) -> boo
     rule = host.rule
     if changed := _changed_setting(host, saved):
         for state, values in zip(host.state.wholes, saved.partitions, strict=True):
-            values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
+            values.catch_up(state.arrays, saved.block_size, layout=saved.layout)
         host.state.replaced(saved.counts if saved.position else None)
         logger.warning(
             f"{where}: {changed} differs from the checkpoint; "

@@ -1,6 +1,7 @@
 """The ``zenflow`` section."""
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -14,6 +15,9 @@ __all__ = [
     "ZenFlowConfig",
     "given_of_the_other_rule",
 ]
+
+LayoutT = TypeVar("LayoutT", bound=Any)
+SectionT = TypeVar("SectionT", bound="ZenFlowConfig")
 
 DAY_SECONDS = 24 * 3600
 
@@ -193,6 +197,46 @@ class ZenFlowConfig(ConfigSection):
     def streams(self) -> bool:
         """Whether weights may be completed after the step."""
         return self.rule == "exact" and self.overlap_step is not False
+
+    @property
+    def keeps_exact_moments(self) -> bool:
+        """Whether the moments are fp32."""
+        return self.state_dtype == "float32"
+
+    def state_of(self, layout: LayoutT) -> LayoutT:
+        """An optimizer's state, `StateLayout`, with the moments as this run keeps them."""
+        return replace(layout, moment_dtype=self.state_dtype)
+
+    def with_bf16_moments(self: SectionT) -> SectionT:
+        """This section where DeepSpeed's ``bf16.bf16_optimizer_states`` is set: ``state_dtype`` is
+        bfloat16, unless it is given or the update rule does not read it."""
+        if "state_dtype" in self.model_fields_set or "state_dtype" not in OF_ONE_RULE[self.rule]:
+            return self
+        return self.model_copy(update={"state_dtype": "bfloat16"})
+
+    def refused_moments(self, limits: str, largest_block: int) -> list[tuple[str, bool, str]]:
+        """Settings that contradict ``state_dtype``: what is said of them, whether they are given,
+        and the reason.
+
+        Args:
+            limits: why the rule needs fp32 moments; empty: it does not.
+            largest_block: elements of the largest block with one scale.
+        """
+        setting = f'zenflow.state_dtype = "{self.state_dtype}" with'
+        too_large = self.state_dtype == "int8" and self.block_size > largest_block
+        return [
+            (
+                f'{setting} update_rule = "{self.rule}"',
+                not self.keeps_exact_moments and bool(limits),
+                limits,
+            ),
+            (
+                f"{setting} block_size above {largest_block}",
+                too_large,
+                "a block has one scale, and in a large one most moments are small beside the "
+                "largest: lower block_size",
+            ),
+        ]
 
     @property
     def warm_up_steps(self) -> int | None:

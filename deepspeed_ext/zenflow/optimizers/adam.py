@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
-from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, HeldBy, OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
@@ -25,7 +26,7 @@ class AdamKind(OptimizerKind):
     """The user's Adam or AdamW.
 
     Args:
-        optimizer, moment_dtype: see the base class.
+        optimizer, config: see the base class.
 
     Raises:
         ConfigError: see `require_adam`.
@@ -33,13 +34,19 @@ class AdamKind(OptimizerKind):
 
     layout = ADAM_STATE
 
-    def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
-        super().__init__(optimizer, moment_dtype)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ZenFlowConfig | None = None
+    ) -> None:
+        super().__init__(optimizer, config)
         self._decoupled = require_adam(optimizer)
 
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return _is_adam(optimizer)
+
+    @staticmethod
+    def stand_ins() -> dict[str, HeldBy]:
+        return {"adam.DeepSpeedCPUAdam": _held}
 
     def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
         _require_two_moments(group, place)
@@ -157,3 +164,30 @@ def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether `step` is that of torch's Adam or AdamW, without the wrappers of torch's profiler."""
     ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
     return inspect.unwrap(kind.step) in ours
+
+
+def _held(
+    theirs: type[torch.optim.Optimizer],
+    parameters: Any,
+    *,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+    **others: Any,
+) -> torch.optim.Optimizer:
+    """Torch's Adam or AdamW with the arguments and defaults of ``DeepSpeedCPUAdam``.
+
+    Args:
+        theirs: that class.
+        parameters, weight_decay, adamw_mode, others: as there.
+        bias_correction: as there; parameter groups store False, and nothing otherwise.
+        fp32_optimizer_states: ignored: without it, the state has the dtype of the masters, which
+            is fp32 here anyway.
+    """
+    kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    optimizer = kind(parameters, weight_decay=weight_decay, **others)
+    if not bias_correction:
+        for fields in (optimizer.defaults, *optimizer.param_groups):
+            fields.setdefault("bias_correction", False)
+    return optimizer

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["Estimate", "OptimizerKind"]
+__all__ = ["Estimate", "HeldBy", "OptimizerKind"]
+
+
+HeldBy = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class OptimizerKind(ABC):
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight.
-        moment_dtype: dtype of the moments on the host.
+        config: the section; None: the defaults.
 
     Raises:
         ConfigError: it has a setting that the worker does not support.
@@ -61,15 +65,24 @@ class OptimizerKind(ABC):
 
     layout: StateLayout
 
-    def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ZenFlowConfig | None = None
+    ) -> None:
         self.optimizer = optimizer
-        if moment_dtype != self.layout.moment_dtype:
-            self.layout = replace(self.layout, moment_dtype=moment_dtype)
+        if config is not None:
+            self.layout = config.state_of(self.layout)
 
     @classmethod
     @abstractmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this class runs the user's `optimizer`."""
+
+    @staticmethod
+    def stand_ins() -> dict[str, HeldBy]:
+        """What makes optimizers in place of DeepSpeed's CPU optimizers of this kind, by their names
+        in ``deepspeed.ops``: from their class and arguments, one that holds hyperparameters and
+        state but needs no compiled operator."""
+        return {}
 
     # -- hyperparameters ---------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, HeldBy, OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel.definition import Chunks
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
@@ -35,6 +35,10 @@ class LionKind(OptimizerKind):
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return type(optimizer).__name__ in _NAMES
+
+    @staticmethod
+    def stand_ins() -> dict[str, HeldBy]:
+        return {"lion.DeepSpeedCPULion": _held}
 
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> LionStep:
         beta1, beta2 = group["betas"]
@@ -84,3 +88,28 @@ def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
     """The first `numel` sign bits of each row of `words`, int32 [rows, words]; bool."""
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
+
+
+def _held(
+    theirs: type[torch.optim.Optimizer],
+    model_params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """A ``DeepSpeedCPULion`` without its compiled operator, which is never called, because its
+    parameters have no gradients.
+
+    It has this class because DeepSpeed checks for it, and torch has no Lion.
+
+    Args:
+        theirs: the class.
+        model_params, lr, betas, weight_decay: as there.
+        fp32_optimizer_states: ignored: the masters are fp32.
+    """
+    optimizer = theirs.__new__(theirs)
+    torch.optim.Optimizer.__init__(
+        optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+    )
+    return optimizer

@@ -232,7 +232,7 @@ class ArenaKinds:
         blocks = -(-numel // self.block_size)
         dtypes = self.dtypes
         replaces = self.dtypes.y_replaces_gradient
-        shown = self.layout.shown if self.layout.is_coded else ()
+        shown = [name for name in self.layout.shown if name not in self.layout.kinds]
         entries = blocks * self.layout.per_block_width(self.block_size)
         gradient = ArraySpec(
             "g",

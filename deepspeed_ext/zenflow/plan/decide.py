@@ -122,7 +122,7 @@ class _Planner:
     ) -> _Planner:
         """The planner of a config."""
         dtypes = Dtypes.of(facts.caller.weights_dtype, facts.caller.summed_dtype)
-        layout = replace(facts.layout, moment_dtype=config.state_dtype)
+        layout = config.state_of(facts.layout)
         return cls(facts, config, settings_of(config, layout, steps_per_epoch), dtypes)
 
     def best(self, ratio: Ratio) -> ZenFlowPlan:

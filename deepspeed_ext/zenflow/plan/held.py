@@ -16,7 +16,7 @@ from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL, UPLOAD_NUMEL
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
-from deepspeed_ext.zenflow.plan.rule import RuleBytes, head_step_bytes
+from deepspeed_ext.zenflow.plan.rule import RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 
 __all__ = ["Held", "passing"]
@@ -131,7 +131,7 @@ class Held:
             y_bytes=DTYPE_BYTES[self.plan.dtypes.published],
             in_place=self.plan.copies is Copies.BESIDE_STEP,
         ).step
-        share = head_step_bytes(head, self.plan.rule.block_size, self.plan.rule.layout)
+        share = self.plan.rule.layout.step_bytes(head, self.plan.rule.block_size)
         return _parts({"temporaries": max(step, share)}, Memory.ACCELERATOR)
 
     def _lifting(self, numel: int) -> list[Part]:

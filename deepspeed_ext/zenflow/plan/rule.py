@@ -13,8 +13,6 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
     DTYPE_BYTES,
-    HOST_CHUNK_NUMEL,
-    ROUNDED_CHUNK_NUMEL,
     StateLayout,
     chunk_of,
 )
@@ -24,14 +22,10 @@ __all__ = [
     "PredictiveSettings",
     "RuleBytes",
     "RuleSettings",
-    "head_step_bytes",
     "slots_at",
 ]
 
 FLOAT_BYTES = DTYPE_BYTES["float32"]
-_ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
-"""Temporaries per element while torch operations round its moments at random, by their dtype: three
-numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
 _SIGN_BYTES = 1
 
 
@@ -195,17 +189,3 @@ class PredictiveSettings(RuleSettings):
         narrow = weights_bytes < FLOAT_BYTES
         step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(y, factor)
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
-
-
-def head_step_bytes(
-    numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
-) -> int:
-    """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two
-    fp32 arrays of one chunk, and three numbers per block."""
-    at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
-    chunk = min(numel, chunk_of(at_once, block_size))
-    if layout.moment_dtype != "float32":  # and both moments in fp32
-        chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
-        per_element = 4 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]
-        return per_element * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
-    return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Places, Source
-from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings, head_step_bytes
+from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
@@ -99,7 +99,7 @@ class SelectiveSettings(RuleSettings):
         state, on_host = hot * _STATE_BYTES, self.keeps_hot_on_host
         mean = numel * weights_bytes if self.interval > 1 else 0
         kept = {"hot blocks": numbers + (0 if on_host else state), "mean gradient": mean}
-        step = head_step_bytes(hot, self.block_size) + 2 * hot * weights_bytes
+        step = self.layout.step_bytes(hot, self.block_size) + 2 * hot * weights_bytes
         return RuleBytes(
             kept,
             kept_on_host=state if on_host else 0,

@@ -11,7 +11,8 @@ import torch
 from pydantic import ConfigDict
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOATS", "AdamState", "PartitionValues", "Shape"]
@@ -79,7 +80,11 @@ class PartitionValues:
         return bool(self.collected)
 
     def catch_up(
-        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+        self,
+        state: AdamState,
+        block_size: int,
+        begin: int = 0,
+        layout: StateLayout = ADAM_STATE,
     ) -> None:
         """Apply the collected gradients to a part of the partition, as the rule would, in this
         process.
@@ -88,20 +93,18 @@ class PartitionValues:
             state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
             begin: first element of the part, at the start of a block. The part ends where a block
                 or the partition ends.
-            moment_dtype: dtype that the rule rounded the moments to.
+            layout: the optimizer's state, whose moments the rule rounded.
         """
         skipped = max(0, self.on_accelerator - begin)
         parts = [array[skipped:] for array in state]
         if self.is_behind and parts[0].numel():
             begin += skipped - self.on_accelerator
-            self.apply_collected(parts, block_size, begin, moment_dtype)
+            self.apply_collected(parts, block_size, begin, layout)
 
     def apply_collected(
-        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
+        self, state: AdamState, block_size: int, begin: int, layout: StateLayout
     ) -> None:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
         first, end = self.on_accelerator + begin, begin + state[0].numel()
         for gradient, step in zip(self.gradients, self.collected, strict=True):
-            AdamPasses.take_host_step(
-                state, gradient[begin:end], step, block_size, first, moment_dtype
-            )
+            step_in_fp32(layout, state, gradient[begin:end], step, block_size, first)

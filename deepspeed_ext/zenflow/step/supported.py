@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.rules import limits_of
-from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_CODED_BLOCK
+from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_BLOCK
 
 __all__ = [
     "IDLE",
@@ -76,9 +76,7 @@ def require_section(section: Any) -> None:
         "offload_optimizer": section.offload_optimizer,
         "offload_param": section.offload_param,
     }
-    rounds, limits = zenflow.state_dtype != "float32", limits_of(zenflow)
-    of_rule = f'update_rule = "{zenflow.rule}"'
-    state_dtype = f'zenflow.state_dtype = "{zenflow.state_dtype}"'
+    of_moments = zenflow.refused_moments(limits_of(zenflow), LARGEST_BLOCK)
     _refuse(
         Refusal(
             "stage = 0",
@@ -93,18 +91,8 @@ def require_section(section: Any) -> None:
             )
             for name, each in offloads.items()
         ),
-        Refusal(
-            f"{state_dtype} with {of_rule}",
-            rounds and bool(limits),
-            limits,
-        ),
         *_of_gradients(section),
-        Refusal(
-            f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",
-            zenflow.state_dtype == "int8" and zenflow.block_size > LARGEST_CODED_BLOCK,
-            "a block has one scale, and in a large one most "
-            "moments are small beside the largest: lower block_size",
-        ),
+        *(Refusal(*each) for each in of_moments),
         Refusal(
             "compute_grad_norm = false",
             _field(section, "compute_grad_norm") is False,  # since DeepSpeed 0.19.7

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.worker.kernel.codes import decode
+from deepspeed_ext.zenflow.worker.kernel.moments import decode
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, Array, Pass
 
 __all__ = ["ReferenceKernel"]

@@ -17,7 +17,7 @@ from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.step import state_store
+from deepspeed_ext.zenflow.worker.kernel import moments
 from tests.support.memory_runs import (
     LARGEST,
     LAYERS,
@@ -214,7 +214,7 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
     with (
         patch.object(staging, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
         patch.object(skeleton, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
-        patch.object(state_store, "CODED_CHUNK_NUMEL", SMALL_CHUNK // 16),
+        patch.object(moments, "SHOWN_NUMEL", SMALL_CHUNK // 16),
     ):
         return measure(config)
 

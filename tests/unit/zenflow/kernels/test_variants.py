@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.built_parts import prepare_kernels
 from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
@@ -85,7 +86,7 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
     kernels = frozenset(Kernel)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     for dtype in ("float32", "int8"):
-        kind: Any = AdamKind(optimizer, dtype)
+        kind: Any = AdamKind(optimizer, ZenFlowConfig(state_dtype=dtype))
         plan: Any = SimpleNamespace(
             rule=SimpleNamespace(block_size=32), dtypes=Dtypes(*["bfloat16"] * 4), kernels=kernels
         )

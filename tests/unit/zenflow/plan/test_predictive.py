@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, head_step_bytes
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
@@ -50,4 +50,4 @@ def test_a_step_has_temporaries_of_fp32(
 def test_a_share_has_temporaries_of_its_moments(
     layout: StateLayout, each: int, blocks: int
 ) -> None:
-    assert head_step_bytes(NUMEL, 32, layout) == each * NUMEL + blocks
+    assert layout.step_bytes(NUMEL, 32) == each * NUMEL + blocks
