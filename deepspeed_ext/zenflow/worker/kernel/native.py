@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed_ext.zenflow.worker.kernel.passes import Array, Pass
 
-__all__ = ["NativeKernel", "open_library"]
+__all__ = ["NativeKernel"]
 
 ABI_VERSION = 18
 
