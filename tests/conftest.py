@@ -73,9 +73,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests:  # the process that only shares out files among others needs no torch
-        import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
+        from deepspeed_ext.runtime.process import make_first_calls
         from tests.support import ranks
 
+        make_first_calls()  # tests compare with torch's AdamW
         ranks.fork_workers()
         gc.disable()  # a tenth of a collection of tests, whose objects all stay
     if config.getoption("--part"):

@@ -33,12 +33,11 @@ from deepspeed_ext.runtime.backend import (
     get_accelerator,
     has_host_memory,
     local_rank,
+    single_queue,
 )
-from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.runtime.log import counted, logger, warn_once
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
-from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait

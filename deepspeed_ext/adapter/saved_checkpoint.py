@@ -26,8 +26,8 @@ from deepspeed_ext.checkpoint.zenflow_state import (
     was_exact,
 )
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted
 from deepspeed_ext.runtime.proc import format_cpulist
-from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
 __all__ = [
     "MASTER",

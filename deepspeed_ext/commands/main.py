@@ -21,7 +21,7 @@ from deepspeed_ext.commands.arguments import (
     parser,
 )
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
-from deepspeed_ext.runtime.words import quoted
+from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["main"]
 

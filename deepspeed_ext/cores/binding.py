@@ -48,7 +48,7 @@ from deepspeed_ext.cores.topology import (
 )
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import is_off, logger, warn_once
+from deepspeed_ext.runtime.log import counted, is_off, logger, warn_once
 from deepspeed_ext.runtime.proc import (
     format_cpulist,
     host_id,
@@ -57,7 +57,6 @@ from deepspeed_ext.runtime.proc import (
     read_text,
 )
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
-from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Agreement", "CoreBinding", "RankReport", "agree", "pci_address", "report_rank"]
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 from deepspeed_ext.cores.topology import Core, Topology
+from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
-from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION, check_reserved_cores
-from deepspeed_ext.runtime.words import counted
 
 __all__ = [
     "HostPlan",
@@ -51,11 +50,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asks for.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What the user asks for."""
 
     pt_reserved_cores: int | float | None = None
     """Cores of a rank kept for PyTorch: a count or a fraction. None: see `split_cores`."""
@@ -72,12 +67,6 @@ class PlanRequest:
     def is_split_given(self) -> bool:
         """Whether the split of a rank's cores was configured."""
         return self.pt_reserved_cores is not None or self.optimizer_cores is not None
-
-    def __post_init__(self) -> None:
-        if self.pt_reserved_cores is not None:
-            check_reserved_cores(self.pt_reserved_cores)
-        if self.optimizer_cores is not None and self.optimizer_cores < 1:
-            raise ValueError(f"the optimizer needs at least 1 core, got {self.optimizer_cores}")
 
 
 @dataclass(frozen=True)
@@ -397,6 +386,9 @@ def _why_home(rank: RankFacts, home: int) -> str:
     return f"on node {home}; the accelerator's node {rank.accelerator_node} has no cores or no room"
 
 
+DEFAULT_RESERVED_FRACTION = 0.5
+"""Fraction of a rank's cores kept for PyTorch by default if the CPU is the accelerator, and
+DeepSpeed's default for ``pt_reserved_cores_perc``."""
 FEWEST_BESIDE, MOST_BESIDE, ONE_OF = 2, 4, 8
 """Beside an accelerator PyTorch keeps one in `ONE_OF` cores, within these bounds, for kernel
 launches, autograd, the courier thread and the communication library."""

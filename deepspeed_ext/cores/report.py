@@ -7,8 +7,8 @@ from pathlib import Path
 from deepspeed_ext.cores.plan import HostPlan, RankFacts
 from deepspeed_ext.cores.topology import Topology, find_allowed, read_topology
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist, read_cpu_quotas
-from deepspeed_ext.runtime.words import counted
 
 __all__ = ["HostFacts", "plan_text", "read_host"]
 

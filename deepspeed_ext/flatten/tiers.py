@@ -29,8 +29,8 @@ from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext.runtime.timing import in_profile
 
 __all__ = [
     "Flattener",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deepspeed_ext.errors import UnsupportedError
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.log import counted
 
 __all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
 

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.words import quoted
+from deepspeed_ext.runtime.log import logger, quoted
 
 __all__ = [
     "LaunchPlan",

@@ -29,8 +29,8 @@ import torch
 from deepspeed_ext import errors
 from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.backend import dist, get_accelerator, group_timeout_seconds
+from deepspeed_ext.runtime.log import one_line
 from deepspeed_ext.runtime.proc import format_cpulist
-from deepspeed_ext.runtime.words import one_line
 
 __all__ = [
     "MOST_TOLD",

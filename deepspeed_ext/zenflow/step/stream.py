@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel

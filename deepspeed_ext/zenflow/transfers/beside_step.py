@@ -24,7 +24,7 @@ import torch
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.chunks import Chunks
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
@@ -213,7 +213,7 @@ class HiddenTransfers(Transfers):
         self._coming: list[Parcel] = []
         self._up = streams.new_stream()
         # one per direction; the trainer's thread and the courier's run them
-        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()
+        self._downwards, self._upwards = Stopwatch(), Stopwatch()
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:

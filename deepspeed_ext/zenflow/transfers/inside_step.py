@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams

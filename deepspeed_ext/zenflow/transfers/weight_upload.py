@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores import threads
-from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host, split_cores
+from deepspeed_ext.cores.plan import (
+    DEFAULT_RESERVED_FRACTION,
+    PlanRequest,
+    RankFacts,
+    plan_host,
+    split_cores,
+)
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.proc import CpuQuota
-from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 from tests.support.topologies import adjacent, cores
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -26,7 +26,7 @@ import deepspeed_ext
 from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
@@ -114,11 +114,11 @@ def transfers_of(kind: str, numel: int) -> Transfers:
     if kind == "inside" or get_accelerator().is_synchronized_device():
         is_on_cpu = get_accelerator().is_synchronized_device()
         copies = Copies.NONE if is_on_cpu else Copies.INSIDE_STEP
-        return Transfers(process, [results], 32, stopwatch(), copies)
+        return Transfers(process, [results], 32, Stopwatch(), copies)
     buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
     return HiddenTransfers(
-        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch()
+        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, Stopwatch()
     )
 
 

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
@@ -83,7 +83,7 @@ def closed_with_results_on_their_way(numel: int) -> None:
     buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
     transfers = HiddenTransfers(
-        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch()
+        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, Stopwatch()
     )
     transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
     transfers.depart([], publishes=True)

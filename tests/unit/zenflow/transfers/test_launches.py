@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, Chunks, chunk_numel
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
@@ -123,7 +123,7 @@ def launches(numels: list[int]) -> tuple[int, int]:
         assert buffers is not None
         sizes = Chunks(32, chunk_numel(sum(numels), 32))
         transfers = HiddenTransfers(
-            process, [[each] for each in results], buffers, sizes, 60.0, stopwatch()
+            process, [[each] for each in results], buffers, sizes, 60.0, Stopwatch()
         )
         free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):

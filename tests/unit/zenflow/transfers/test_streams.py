@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.transfers import streams, weight_upload
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.messages import Span
@@ -43,7 +43,7 @@ def copying() -> dict[str, bool]:
         found[name] = are_apart(spans)
     weights = torch.zeros(256, device=accelerator.current_device_name())
     with patch.object(weight_upload, "UPLOAD_NUMEL", 64), simulation.timeline() as spans:
-        upload = WeightUpload(256, 32, stopwatch())
+        upload = WeightUpload(256, 32, Stopwatch())
         assert list(upload.parts(weights, Span(0, 256), reads=True))
         accelerator.synchronize()
     return {**found, "weights that the host computes": are_apart(spans)}

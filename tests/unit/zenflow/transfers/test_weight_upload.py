@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.transfers import weight_upload
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.messages import Span
@@ -24,7 +24,7 @@ def computed(sizes: list[int], reads: bool) -> list[tuple[bool, list[tuple[int, 
     """Of each partition: whether its weights are what the host has written, and the parts."""
     device, found = get_accelerator().current_device_name(), []
     with patch.object(weight_upload, "UPLOAD_NUMEL", 4 * BLOCK):
-        upload = WeightUpload(max(sizes), BLOCK, stopwatch())
+        upload = WeightUpload(max(sizes), BLOCK, Stopwatch())
         for numel in sizes:
             old = torch.randn(numel)
             late, weights = old.to(device), torch.full((numel,), float("nan"), device=device)
