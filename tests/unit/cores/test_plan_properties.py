@@ -308,13 +308,6 @@ def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cor
         assert plan.numa_node == home
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_an_optimizer_without_a_core_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 1 core, got {count}"):
-        PlanRequest(optimizer_cores=count)
-    assert PlanRequest(optimizer_cores=1).optimizer_cores == 1
-
-
 @pytest.mark.parametrize(("limit", "warned"), [(2, False), (3, False), (4, True), (5, True)])
 def test_a_rank_that_has_too_few_cores_for_its_optimizer_says_so(limit: int, warned: bool) -> None:
     topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)), (0,), ((10,),))
