@@ -152,7 +152,7 @@ def agree(
         RankError: on every rank, if a host cannot be planned.
     """
     require_same_plan("core binding", request, ranks)
-    found = ranks.gather_among(mine.boot_id, mine).values()
+    found = [peer for peer in ranks.gather_objects(mine) if peer.boot_id == mine.boot_id]
     with together(ranks):
         peers = sorted(found, key=lambda peer: (peer.facts.local_rank, peer.rank))
         position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
@@ -213,8 +213,6 @@ _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # torch splits elementwise work into pieces of at least this many elements.
 _GRAIN_ELEMENTS = 32768
-# A process may have 65530 mappings, each with a path.
-_MAPS_LIMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,7 @@ def start_pool(threads: int) -> None:
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
     """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc
     cannot be read."""
-    lines = (read_text(Path("/proc/self/maps"), _MAPS_LIMIT_BYTES) or "").splitlines()
+    lines = (read_text(Path("/proc/self/maps")) or "").splitlines()
     for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
         try:
             yield path, ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

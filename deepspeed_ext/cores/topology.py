@@ -23,7 +23,6 @@ from deepspeed_ext.runtime.proc import (
     format_cpulist,
     numbered,
     parse_cpulist,
-    parse_whole,
     read_cpus,
     read_cpuset,
     read_int,
@@ -209,7 +208,7 @@ def _read_nodes(
 def _whole_numbers(text: str) -> tuple[int, ...]:
     """Parse the numbers in `text`; empty if any word is not a number."""
     try:
-        return tuple(parse_whole(word) for word in text.split())
+        return tuple(int(word) for word in text.split())
     except ValueError:
         return ()
 

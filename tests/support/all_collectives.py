@@ -105,9 +105,6 @@ def agreement(ranks: RankGroup) -> None:
     assert ranks.all(True)
     assert not ranks.all(ranks.rank != 0)
     assert ranks.equal("a plan")
-    copied = torch.arange(3.0, device=ranks.device) + ranks.rank
-    ranks.copy_from(int(ranks.size) - 1, copied)
-    assert copied.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         mine = torch.arange(6, device=ranks.device).view(2, 3).to(dtype) + ranks.rank
         expected = torch.stack([mine - ranks.rank + rank for rank in range(ranks.size)])
@@ -120,9 +117,9 @@ def objects(ranks: RankGroup) -> None:
     found = ranks_that_communicate(_Divided).distinct(f"value {ranks.rank}")
     assert found == [(f"value {rank}", [rank]) for rank in range(ranks.size)]
     # Of a number of bytes that no word divides.
-    assert ranks.gather_among("host", "x" * (5 + ranks.rank)) == {
-        r: "x" * (5 + r) for r in range(ranks.size)
-    }
+    assert ranks.gather_objects("x" * (5 + ranks.rank)) == [
+        "x" * (5 + rank) for rank in range(ranks.size)
+    ]
 
 
 def errors(ranks: RankGroup) -> None:
