@@ -245,20 +245,20 @@ def check_shared_memory() -> Finding:
 
 def check_cores() -> Finding:
     topology = read_topology()
-    found = find_allowed(topology)
-    cores = usable_cores(topology, found.cpus)
+    allowed, warnings = find_allowed(topology)
+    cores = usable_cores(topology, allowed)
     quota = read_cpu_quota_cores()
     nodes = {core.node for core in cores}
     detail = (
-        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
+        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(allowed)}), "
         f"{counted(len(nodes), 'NUMA node')}"
     )
-    if quota is not None and quota < len(found.cpus):
+    if quota is not None and quota < len(allowed):
         raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
         limited = f"a quota of {quota:g} cores of CPU time"
         return f"{detail}; {limited}", f"plans use no more cores than the quota; {raised}"
-    if found.warnings:
-        return f"{detail}; {found.warnings[0]}", "see the message"
+    if warnings:
+        return f"{detail}; {warnings[0]}", "see the message"
     if len(cores) < 2:
         shares = "PyTorch and the optimizer share one core"
         return detail, f"{shares}: give the job at least two per rank"

@@ -124,7 +124,7 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(
     topology = Topology(tuple(adjacent(8, 2)))
     monkeypatch.setattr(threads, "read_topology", lambda: topology)
     monkeypatch.setattr(threads, "read_cpu_quota_cores", lambda: None)
-    monkeypatch.setattr("deepspeed_ext.cores.initial_mask._initial", topology.cpus)
+    monkeypatch.setattr("deepspeed_ext.cores._initial", topology.cpus)
     assert threads.unbound_threads(None, 1) == 6
     assert bound_threads(topology, PlanRequest()) == 6
 

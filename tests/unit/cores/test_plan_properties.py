@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host, usable_cores
-from deepspeed_ext.cores.report import plan_text
+from deepspeed_ext.cores.plan import (
+    HostPlan,
+    PlanRequest,
+    RankFacts,
+    plan_host,
+    plan_text,
+    usable_cores,
+)
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.proc import CpuQuota
 

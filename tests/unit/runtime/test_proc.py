@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.cores import binding
-from deepspeed_ext.cores.plan import plan_host
-from deepspeed_ext.cores.report import read_host
+from deepspeed_ext.cores.plan import plan_host, read_host
 from deepspeed_ext.cores.topology import read_topology
 from deepspeed_ext.runtime.proc import (
     MAX_CPU_ID,
@@ -54,8 +53,7 @@ def test_a_host_is_planned_without_a_file_that_cannot_be_read(
     make(path)
     assert read_text(path) is None
     assert read_int(path) is None
-    host = read_host(tmp_path)
-    assert plan_host(host.topology, host.ranks).ranks[0].pytorch == (0, 1)
+    assert plan_host(*read_host(tmp_path)[:2]).ranks[0].pytorch == (0, 1)
 
 
 @pytest.mark.parametrize("number", ["1e999", "0x10", "-", "max"])
@@ -81,13 +79,6 @@ def test_cpus_without_a_directory_are_cores_and_cost_nothing(tmp_path: Path) -> 
     write(tmp_path / CPU / "online", "0-65535")
     (tmp_path / CPU / "cpu0").mkdir()
     assert len(read_topology(tmp_path).cores) == 65536
-
-
-@pytest.mark.parametrize("text", ["9" * 5000, "0-4:2", "5-3", "1,,2", "0-70000"])
-def test_what_is_no_cpu_list_is_refused_in_one_short_line(text: str) -> None:
-    with pytest.raises(ValueError, match="CPU") as caught:
-        parse_cpulist(text)
-    assert len(str(caught.value)) < 200
 
 
 def test_a_line_of_cgroup_without_a_path_is_ignored(tmp_path: Path) -> None:
