@@ -76,19 +76,13 @@ class Agreement:
     """None if this rank stays unbound."""
     host: HostPlan | None
     """Plan of this rank's host; None if the host stays unbound."""
-    topology: Topology | None
-    """This rank's host; None if it cannot be read."""
+    summary: str = "unbound"
+    """The CPUs of each rank of this host, for a log."""
     warnings: tuple[str, ...] = ()
     leads_host: bool = True
     """Whether this rank logs for its host."""
     request: PlanRequest = field(default_factory=PlanRequest)
     """What the plan was asked for."""
-
-    def summary(self) -> str:
-        """Describe the CPUs of each rank of this host, for a log."""
-        if self.host is None or self.topology is None:
-            return "unbound"
-        return plan_text(self.topology, self.host)
 
 
 def report_rank(
@@ -148,17 +142,16 @@ def agree(
     with together(ranks):
         peers = sorted(found, key=lambda peer: (peer.facts.local_rank, peer.rank))
         position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
-        unbound = Agreement(None, None, topology, warnings, position == 0, request)
         if problem := _why_unbound(peers):
-            return replace(
-                unbound, warnings=(*warnings, f"no core binding on this host: {problem}")
-            )
+            warnings = (*warnings, f"no core binding on this host: {problem}")
+            return Agreement(None, None, "unbound", warnings, position == 0, request)
         # Local ranks may repeat (ranks started by hand, several containers); positions do not.
         facts = [replace(peer.facts, local_rank=index) for index, peer in enumerate(peers)]
         assert topology is not None, "its digest is that of every rank"
         host = plan_host(topology, facts, request)
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
-        return replace(unbound, mine=plan, host=host, warnings=(*warnings, *host.warnings))
+        text, warnings = plan_text(topology, host), (*warnings, *host.warnings)
+        return Agreement(plan, host, text, warnings, position == 0, request)
 
 
 def _why_unbound(peers: Sequence[RankReport]) -> str:
@@ -402,12 +395,12 @@ class CoreBinding:
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:
-            logger.info(f"core binding, dry run:\n{binding.agreement.summary()}")
+            logger.info(f"core binding, dry run:\n{binding.agreement.summary}")
             binding.plan = None
         if binding.plan is not None:
             binding._bind_threads(binding.plan, report.facts.allowed)
         if binding.plan is not None and binding.agreement.leads_host:
-            logger.debug(f"core binding:\n{binding.agreement.summary()}")
+            logger.debug(f"core binding:\n{binding.agreement.summary}")
         return binding
 
     @property

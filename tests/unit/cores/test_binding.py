@@ -204,7 +204,7 @@ def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
     plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 1, 0, 0)
-    bound = CoreBinding(Agreement(plan, None, None))
+    bound = CoreBinding(Agreement(plan, None))
     assert bool(bound.refresh(os.getpid())) == (len(CPUS) > 1)
     assert len(heard) == (len(CPUS) > 1)
     monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
@@ -240,7 +240,7 @@ def test_loaders_that_crowd_the_default_cores_of_pytorch_are_told_of(
     monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
     monkeypatch.setattr(binding, "_confine", lambda plan: None)
     plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 2, 0, 0)
-    assert CoreBinding(Agreement(plan, None, None, request=request_)).refresh() == ""
+    assert CoreBinding(Agreement(plan, None, request=request_)).refresh() == ""
     found = [line for line in heard if "data loader processes share 2 cores" in line]
     assert len(found) == (wanted is not None)
     assert all(f"zenflow.pt_reserved_cores to {wanted}" in line for line in found)

@@ -52,7 +52,7 @@ def train_bound() -> dict[str, Any]:
         "problems": found,
         "place": binding.worker_placement,
         "threads": torch.get_num_threads(),
-        "summary": binding.agreement.summary(),
+        "summary": binding.agreement.summary,
     }
     binding.restore()
     return answer | {
