@@ -354,23 +354,3 @@ def test_an_optimizer_is_on_one_node_if_one_can_hold_it(
     topology = nodes_of(4, 8)
     (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], request_).ranks
     assert (plan.pytorch, plan.optimizer, plan.flags) == (pytorch, optimizer, flags)
-
-
-def test_a_host_that_says_nothing_of_nodes_has_node_0() -> None:
-    assert Topology((Core(0, (0,)),)).nodes == (0,)
-
-
-def test_a_rank_with_one_core_is_told_that_it_is_shared_and_nothing_of_a_split() -> None:
-    topology = nodes_of(1, 1)
-    plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2))
-    assert (plan.ranks[0].pytorch, plan.ranks[0].optimizer) == ((0,), (0,))
-    assert [warning for warning in plan.warnings if "must share a core" not in warning] == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "owned"), [(1, "8 cores of its own"), (2, "a slice of 8 cores shared by 2 ranks")]
-)
-def test_a_plan_says_whose_the_cores_are(ranks: int, owned: str) -> None:
-    topology = nodes_of(8, 8)
-    plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(ranks)]).ranks
-    assert all(plan.reason.startswith(f"{owned}; ") for plan in plans)
