@@ -60,13 +60,6 @@ def test_bound_and_unbound_workers_have_the_same_threads(
     assert bound == unbound_threads(config, number, quota=quota, on_cpu=on_cpu)
 
 
-@many
-@given(st.integers(1, 256), fractions)
-def test_both_names_of_the_fraction_mean_the_same(number: int, fraction: float) -> None:
-    ours, upstreams = ({name: fraction} for name in ("pt_reserved_cores", "pt_reserved_cores_perc"))
-    assert unbound_threads(ours, number) == unbound_threads(upstreams, number)
-
-
 @pytest.mark.parametrize(("number", "threads"), [(1, 1), (2, 1), (5, 2), (9, 4), (13, 6), (16, 8)])
 def test_on_the_cpu_half_is_rounded_in_favour_of_pytorch(number: int, threads: int) -> None:
     assert unbound_threads({}, number) == threads

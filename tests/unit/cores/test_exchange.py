@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
@@ -22,8 +21,6 @@ from deepspeed_ext.cores.topology import ALLOWED_VARIABLE, Topology
 from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
-from tests.support.models import this_device
-from tests.support.ranks import run_ranks
 from tests.support.sysfs import write, write_host
 from tests.support.thread_ranks import run_together
 from tests.support.topologies import cores
@@ -76,18 +73,6 @@ def test_each_host_is_planned_alone() -> None:
     answers = meet(members)
     assert [sets(answer) for answer in answers] == [("0-1", "2-7"), ("8-9", "10-15")] * 2
     assert [answer.leads_host for answer in answers] == [True, False, True, False]
-
-
-@pytest.mark.parametrize("other", ["0-15", "0-3", "8-9"])
-def test_another_host_never_changes_a_plan(other: str) -> None:
-    first = [member(rank, "0-15", topology=flat(16)) for rank in range(2)]
-    second = [
-        member(2, other, host="b", local_rank=0, topology=flat(64)),
-        member(3, "0-1", host="c", topology=None),
-    ]
-    assert [sets(answer) for answer in meet([*first, *second])[:2]] == [
-        sets(answer) for answer in meet(first)
-    ]
 
 
 def test_masks_that_overlap_in_part_leave_their_ranks_unbound() -> None:
@@ -256,21 +241,6 @@ def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyP
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "DSEXT_BIND=0" in answer.agreement.warnings[0]
-
-
-def real_agreement() -> tuple[str, str, list[str]]:
-    rank = dist.get_rank()
-    topology = flat(8)
-    report, _, request = member(rank, ["0-2", "3-6"][rank], topology=topology)
-    answer = agree(report, topology, RankGroup.of(None, this_device()), request)
-    return *sets(answer), list(answer.warnings)
-
-
-def test_real_ranks_agree_over_a_process_group() -> None:
-    answers = run_ranks(2, real_agreement)
-    cpus = [parse_cpulist(pytorch) | parse_cpulist(optimizer) for pytorch, optimizer, _ in answers]
-    assert not cpus[0] & cpus[1]
-    assert [len(mine) for mine in cpus] == [3, 4]
 
 
 # -- where the accelerators are ----------------------------------------------------------------

@@ -109,48 +109,37 @@ def hosts(
 
 
 @planned
-@given(hosts())
-def test_sets_are_allowed_and_not_empty(host: Host) -> None:
-    for rank in host.plan().ranks:
-        facts = host.ranks[rank.local_rank]
-        assert rank.pytorch
-        assert rank.optimizer
-        assert {*rank.pytorch, *rank.optimizer} <= facts.allowed
-
-
-@planned
-@given(hosts())
-def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
-    core_of = host.topology.core_of
+@given(hosts(), st.booleans())
+def test_every_core_has_one_user_or_is_idle(host: Host, separate: bool) -> None:
+    """What a rank gets is allowed and not empty; its optimizer has one thread per core; a core has
+    several users only if the plan says so."""
+    host = replace(host, request=replace(host.request, separate=separate))
+    plan, core_of = host.plan(), host.topology.core_of
     users: dict[Core, list[int]] = {}
-    plan = {rank.local_rank: rank for rank in host.plan().ranks}
-    for rank in plan.values():
+    flags = {rank.local_rank: set(rank.flags) for rank in plan.ranks}
+    for rank in plan.ranks:
+        assert rank.pytorch
+        assert bool(rank.optimizer) == separate
+        assert {*rank.pytorch, *rank.optimizer} <= host.ranks[rank.local_rank].allowed
+        assert len({core_of[cpu] for cpu in rank.optimizer}) == len(rank.optimizer)
+        assert rank.pytorch_threads == len({core_of[cpu] for cpu in rank.pytorch})
         for role in (rank.pytorch, rank.optimizer):
             for core in {core_of[cpu] for cpu in role}:
                 users.setdefault(core, []).append(rank.local_rank)
-    for division in users.values():
-        if len(division) > 1:
-            flags = [set(plan[rank].flags) for rank in division]
-            assert all(mine & ONE_CORE_FLAGS for mine in flags)
-            assert len(set(division)) == 1 or all("shared" in mine for mine in flags)
-
-
-@planned
-@given(hosts())
-def test_nouns_agree_with_their_numbers(host: Host) -> None:
-    plan = host.plan()
+    for several in (ranks for ranks in users.values() if len(ranks) > 1):
+        assert all(flags[rank] & ONE_CORE_FLAGS for rank in several)
+        assert len(set(several)) == 1 or all("shared" in flags[rank] for rank in several)
+    idle = {core_of[cpu] for cpu in plan.idle}
+    assert any("idle" in warning for warning in plan.warnings) == bool(plan.idle)
+    assert not users.keys() & idle
+    if not plan.unbound:
+        allowed = frozenset().union(*(rank.allowed for rank in host.ranks))
+        assert users.keys() | idle == {core_of[cpu] for cpu in allowed}
+        assert set(plan.idle) <= allowed
     told = "\n".join([plan_text(host.topology, plan), *plan.warnings])
     nouns = re.findall(r"\b(\d+) (?:core|CPU|rank|thread|NUMA node|kind)(s?)\b", told)
     assert nouns
     assert all((number != "1") == bool(plural) for number, plural in nouns), told
-
-
-@planned
-@given(hosts())
-def test_optimizer_has_one_thread_a_core(host: Host) -> None:
-    for rank in host.plan().ranks:
-        cores = [host.topology.core_of[cpu] for cpu in rank.optimizer]
-        assert len(set(cores)) == len(cores)
 
 
 def nodes_and_sizes(host: Host) -> list[tuple[set[int], int]]:
@@ -262,37 +251,6 @@ def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
         )
 
     assert counts(plan_host(renumbered, ranks, host.request)) == counts(host.plan())
-
-
-@planned
-@given(hosts())
-def test_every_allowed_core_is_used_or_reported_idle(host: Host) -> None:
-    plan = host.plan()
-    if plan.unbound:
-        assert plan.idle == ()
-        return
-    core_of = host.topology.core_of
-    used = {core_of[cpu] for rank in plan.ranks for cpu in (*rank.pytorch, *rank.optimizer)}
-    allowed = frozenset().union(*(rank.allowed for rank in host.ranks))
-    assert used | {core_of[cpu] for cpu in plan.idle} == {core_of[cpu] for cpu in allowed}
-    assert not used & {core_of[cpu] for cpu in plan.idle}
-    assert set(plan.idle) <= allowed
-    assert any("idle" in warning for warning in plan.warnings) == bool(plan.idle)
-
-
-@planned
-@given(hosts())
-def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
-    plan = plan_host(host.topology, host.ranks, replace(host.request, separate=False))
-    owner: dict[Core, int] = {}
-    for rank in plan.ranks:
-        assert not rank.optimizer
-        cores = {host.topology.core_of[cpu] for cpu in rank.pytorch}
-        assert rank.pytorch_threads == len(cores)
-        for core in cores:
-            assert (
-                owner.setdefault(core, rank.local_rank) == rank.local_rank or "shared" in rank.flags
-            )
 
 
 @pytest.mark.parametrize("request_", [PlanRequest(), PlanRequest(2, 6)])
