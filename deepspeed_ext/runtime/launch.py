@@ -116,7 +116,7 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     for name, value in wanted.items():
         if name in given and given[name] != value:
             raise ConfigError(
-                f"{name}={quoted(given[name])} is set, but {place.launcher} says {value}: unset "
+                f"{name}={given[name][:40]} is set, but {place.launcher} says {value}: unset "
                 f"it, or {SET_ALL} if there are more ranks than it has started"
             )
     wanted["MASTER_ADDR"] = given.get("MASTER_ADDR") or _address(place)

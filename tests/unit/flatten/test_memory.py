@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -281,15 +281,7 @@ def outcome(tier: str, fault: str, place: int) -> tuple[str, bool]:
     layout, expected = small_layout()
     with fault_at(place if dist.get_rank() == 1 else 1 << 30, fault) as seen:
         try:
-            # "distributed, refused": the flat buffer is refused
-            # to rank 0 too, so that the way goes through the host
-            refused = (
-                failing([1])
-                if tier == "distributed, refused" and dist.get_rank() == 0
-                else nullcontext()
-            )
-            with refused:
-                flat, _ = flatten(layout, tier.split(",")[0])
+            flat, _ = flatten(layout, tier)
             end = "flat"
         except DeepSpeedExtError as error:
             flat, end = None, f"{type(error).__name__}: {error}"
@@ -323,7 +315,7 @@ def sweep(tier: str) -> list[tuple[str, int, str]]:
     return found
 
 
-@pytest.mark.parametrize("tier", ["accelerator", "distributed", "distributed, refused", "host"])
+@pytest.mark.parametrize("tier", ["accelerator", "distributed", "host"])
 def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(tier: str) -> None:
     first, second = run_ranks(2, sweep, tier)
     assert first == second
@@ -332,8 +324,7 @@ def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(ti
     }
     for fault, found in ends.items():
         assert len(found) > 1, "no allocation could fail"
-        if tier != "distributed, refused":
-            assert found[-1] == "flat"
+        assert found[-1] == "flat"
         assert set(found) <= {
             "flat",
             "RankError" if fault == "another error" else "OutOfMemoryError",

@@ -112,10 +112,10 @@ def test_values_set_by_hand_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"RANK": "0"}, "RANK='0' is set, but srun says 5"),
-        ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_RANK": "0"}, "RANK='0' is set, but srun says 5"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE='8' is set, but srun says 7"),
-        ({"LOCAL_WORLD_SIZE": "7"}, "LOCAL_WORLD_SIZE='7' is set, but srun says 2"),
+        ({"RANK": "0"}, "RANK=0 is set, but srun says 5"),
+        ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_RANK": "0"}, "RANK=0 is set, but srun says 5"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but srun says 7"),
+        ({"LOCAL_WORLD_SIZE": "7"}, "LOCAL_WORLD_SIZE=7 is set, but srun says 2"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8"),
         ({"SLURM_STEP_NUM_TASKS": None}, "not started by srun"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
