@@ -237,7 +237,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         with in_profile("startup.optimizer_process"), self._direct_buffers.resting():
-            self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+            self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
         self.single_partition_of_fp32_groups = parts.host.state.handles.masters

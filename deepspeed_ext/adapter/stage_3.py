@@ -94,7 +94,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def _start_instead(self) -> None:
         self._partitions.clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
-        self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+        self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
         ds_ids = [

@@ -55,11 +55,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.receive",
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_deferred",
-        "adapter/parts.py:Parts.settle",
-        "adapter/parts.py:Saver.after_step",
-        "adapter/parts.py:Saver.begin_load",
-        "adapter/parts.py:Saver.deferring_errors",
-        "adapter/parts.py:Saver.saving",
+        "adapter/engine.py:Engine._keeping_errors",
         "adapter/reached_state.py:_require_same_position",
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
@@ -86,7 +82,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
         "adapter/reached_state.py:Evaluation.end",
         "adapter/engine.py:Engine._backward_prologue",
-        "adapter/parts.py:Parts.require_known_state",
+        "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
         "flatten/tiers.py:broadcasts",
         "adapter/step.py:StepDriver.run",
         "adapter/step.py:StepDriver.begin",
@@ -116,7 +112,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
-        "adapter/parts.py:Parts.after_model_step",
+        "adapter/engine.py:Engine._take_model_step",
         "checkpoint/writer.py:begin_writing",
         "adapter/step.py:StepDriver.find_factor",
         "adapter/step.py:StepDriver.forget_gradients",
@@ -137,8 +133,8 @@ CANNOT_BE_AGREED_ON = {
     "pure, of values that are equal on all ranks": (
         "adapter/engine.py:Engine._require",
         "adapter/engine.py:Engine._recording",
-        "adapter/engine_settings.py:EngineSettings._settings",
-        "adapter/engine_settings.py:EngineSettings._zenflow",
+        "adapter/engine_construction.py:EngineConstruction._settings",
+        "adapter/engine_construction.py:EngineConstruction._zenflow",
         "adapter/zero_config.py:ZeroConfig.zenflow_with",
         *(
             f"adapter/load.py:{name}"
