@@ -211,7 +211,7 @@ class ZenFlowParts:
         """
         self.host.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
-        for receiver in self.driver.current.receivers:  # they keep the last step's weights
+        for receiver in self.driver.receivers:  # they keep the last step's weights
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.host.offload(pins=pins)
