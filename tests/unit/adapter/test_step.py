@@ -220,6 +220,10 @@ def test_the_factor_is_asked_for_once_a_step() -> None:
         asked.append(float(one))
         one.mul_(0.5)
 
+    def unscale_two() -> None:
+        driver.find_factor(halve)
+        driver.find_factor(halve)
+
     for _ in range(2):
-        driver.run(lambda: [driver.find_factor(halve) for _ in range(2)], lambda: False)
+        driver.run(unscale_two, lambda: False)
     assert asked == [1.0, 1.0]
