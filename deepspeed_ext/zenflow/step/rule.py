@@ -145,9 +145,3 @@ class UpdateRule(ABC, Generic[PlanT]):
     def restore(self, partitions: Sequence[Any]) -> None:
         """Continue from what `saved` returned; p, m, v, schedule and collected gradients are
         already in place."""
-
-    # -- for the rules -----------------------------------------------------------------------------
-
-    def _take_published(self, partition: Partition) -> None:
-        """Copy a partition's y to its weights."""
-        self._metrics.bytes_up += self._link.transfers.write(partition.index)

@@ -137,7 +137,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "gradients leave": (HostOptimizer, "step_partition"),
     "the norm is known": (StepDriver, "find_factor"),
     "the worker steps": (WorkerLink, "depart"),
-    "the passes follow": (WorkerLink, "follow"),
+    "the step has ended": (HostOptimizer, "end_step"),
     "chunks arrive": (Stream, "_receive"),
     "a backward pass completes weights": (HostOptimizer, "complete_weights"),
     "a save": (StateStore, "drain"),

@@ -21,7 +21,7 @@ from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule
-from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
@@ -102,8 +102,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor
     ) -> None:
         state = self.states[partition.index]
-        weights = partition.weights()
-        transfers = self._link.transfers
         if plan.probes:
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
@@ -116,13 +114,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._read_results()
         step = partition.collected[-1]
         assert state.estimator is not None, "the schedule begins with a synchronous step"
-        for chunk, published in transfers.published(partition.index):
-            for span, target in transfers.computed(weights, chunk, reads=False):
-                part, estimator = slice(*span), state.estimator.of(*span)
-                y = published[span.begin - chunk.begin : span.end - chunk.begin]
-                with self._metrics.timing_estimate():
-                    self._kind.predict(estimator, target, y, grad[part], step)
-            self._metrics.bytes_up += published.nbytes
+        for span, y, weights in self._link.transfers.parts(partition.index):
+            estimator = state.estimator.of(*span)
+            with self._metrics.timing_estimate():
+                self._kind.predict(estimator, weights, y, grad[slice(*span)], step)
+            self._metrics.bytes_up += y.nbytes
 
     def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
         state = self.states[partition.index]
@@ -147,13 +143,13 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             assert state.last is not None, "publishing again needs a first step"
             publish = self._kind.ahead(state.last)
             passes.append(WorkerTask(index, self.schedule.handed_over, publish))
-        self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
+        self._link.depart(passes, gradients=0)
 
     def _read_results(self) -> None:
         """Build the estimators from the newest per-block arrays, once per result."""
-        if self._link.phase is not UpdatePhase.ARRIVED:
+        if not self._link.is_unread:
             return
-        self._link.phase = UpdatePhase.READ
+        self._link.is_unread = False
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.last is not None, "a result has arrived, so gradients were handed over"
             means = self._link.transfers.block_means(partition.index)

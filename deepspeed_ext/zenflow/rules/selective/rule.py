@@ -146,7 +146,9 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor) -> None:
         if plan.waits_first:
-            self._take_published(partition)
+            for _, y, weights in self._link.transfers.parts(partition.index):
+                weights.copy_(y, non_blocking=True)
+                self._metrics.bytes_up += y.nbytes
 
     def task(self, plan: SelectivePlan, partition: Partition) -> WorkerTask:
         state = self.states[partition.index]
@@ -231,7 +233,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 WorkerTask(i, self.schedule.handed_over, self._kind.exact(step))
                 for i, step in enumerate(unused)
             ]
-            self._link.depart(tasks, gradients=0, publishes=True)
+            self._link.depart(tasks, gradients=0)
 
     @torch.no_grad()
     def restart(
