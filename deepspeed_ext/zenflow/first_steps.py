@@ -203,11 +203,11 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     link.wait_together()
     weights = [state.weights() for state in host.state.wholes]
     with link.deferring_errors():
-        link.transfers.release()
+        link.stream.release()
     heads = Heads.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
     if heads is None:
         with link.deferring_errors():
-            link.transfers.restore()
+            link.stream.restore()
         return False
     prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
     with link.deferring_errors():

@@ -98,7 +98,7 @@ class _Poison:
                 if newest.data_ptr() != slot.data_ptr():
                     slot.fill_(float("nan"))
                 grad.fill_(float("nan"))
-                self._poisoned = adam.link.transfers.ready()
+                self._poisoned = adam.link.stream.ready()
                 delay()
                 grad.copy_(produced)
             original(adam, index, grad, grad_scale)

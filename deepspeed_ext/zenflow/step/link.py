@@ -92,7 +92,7 @@ class WorkerLink:
 
     Attributes:
         home: the process that owns this object.
-        arena, process, transfers, page_locks, metrics: see their classes.
+        arena, process, stream, page_locks, metrics: see their classes.
         is_in_flight: whether an update was handed over and not awaited yet: p, m, v, y and its
             gradients belong to the worker.
         is_unread: whether one has arrived whose per-block array the rule has not read yet.
@@ -108,7 +108,7 @@ class WorkerLink:
 
     arena: Arena
     process: OptimizerProcess
-    transfers: Stream
+    stream: Stream
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class WorkerLink:
         self._ranks = ranks
         self.metrics = metrics
         self._kept = DeferredError()
-        self._gradients_in_flight = 0
+        self._gradients = 0
         self._timeout_seconds = threads.timeout_seconds
         self.longest_wait_seconds = _longest_wait_seconds(threads.timeout_seconds, ranks)
         try:
@@ -142,10 +142,10 @@ class WorkerLink:
             )
 
     def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
-        """Build the transfers of `plan`, and lock their memory."""
+        """Build the stream of `plan`, and lock their memory."""
         of_run = plan, self.arena, self.process, buffers
-        self.transfers = Stream(*of_run, self.metrics.waiting, self._timeout_seconds)
-        parts = self.process, self.transfers, self.page_locks
+        self.stream = Stream(*of_run, self.metrics.waiting, self._timeout_seconds)
+        parts = self.process, self.stream, self.page_locks
         # Runs at `close` or at garbage collection, but not at exit, which frees everything without
         # waiting.
         self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
@@ -162,7 +162,7 @@ class WorkerLink:
         Raises:
             WorkerError: the worker has failed, or copies do not end.
         """
-        if not self.transfers.close():
+        if not self.stream.close():
             raise WorkerError(
                 "copies between accelerator and host have not ended, so the plan cannot change: "
                 "resume from the last checkpoint"
@@ -205,27 +205,21 @@ class WorkerLink:
         return self._kept.error is not None
 
     def depart(
-        self,
-        tasks: Sequence[WorkerTask],
-        *,
-        gradients: int,
-        gives: Iterable[int] = (),
+        self, tasks: Sequence[WorkerTask], *, gradients: int, gives: Iterable[int] = ()
     ) -> None:
-        """Send the gradients that `transfers` has taken, and hand over work on them and earlier
-        ones. Does nothing if this rank has failed.
+        """Hand over work on the gradients that `stream` has taken. Does nothing if this rank has
+        failed.
 
         Args:
             tasks: at most one task per partition.
             gradients: number of gradients per task.
             gives: partitions whose weights the worker gives.
         """
-        self.transfers.expect(gives)
-        if self.failed:
-            return
-        with self.deferring_errors():
-            if tasks:
-                self._gradients_in_flight, self.is_in_flight = gradients, True
-                self.transfers.depart(tasks)
+        self.stream.expect(gives)
+        if tasks and not self.failed:
+            with self.deferring_errors():
+                self.is_in_flight, self.is_unread, self._gradients = True, False, gradients
+                self.stream.depart(tasks)
 
     def free(self, index: int, span: Span) -> None:
         """Wait, on this rank alone, until the worker has read the gradient of these elements of a
@@ -233,7 +227,7 @@ class WorkerLink:
         self.home.require()
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
-                self.transfers.free(index, span, Patience(self.longest_wait_seconds))
+                self.stream.free(index, span, Patience(self.longest_wait_seconds))
         self._lose_if_failed([(index, span)])
 
     def wait(self) -> Exception | None:
@@ -247,11 +241,11 @@ class WorkerLink:
             with self.deferring_errors():
                 within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
-                self.metrics.bytes_up += self.transfers.complete(within)
-                seconds = self.transfers.wait(within)
+                self.metrics.bytes_up += self.stream.complete(within)
+                seconds = self.stream.wait(within)
                 if self.is_in_flight:
                     self.is_in_flight, self.is_unread = False, True
-                    self.metrics.note_worker(seconds, self._gradients_in_flight)
+                    self.metrics.note_worker(seconds, self._gradients)
         self._lose_if_failed()
         return self._kept.error
 
@@ -265,20 +259,20 @@ class WorkerLink:
         Raises:
             StateError: this is a forked process, whose parent's weights are on their way.
         """
-        if not self.transfers.are_due:
+        if not self.stream.are_due:
             return
         self.home.require()
         used = None if parts is None else list(parts)
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
                 within = Patience(self.longest_wait_seconds)
-                self.metrics.bytes_up += self.transfers.complete(within, used)
+                self.metrics.bytes_up += self.stream.complete(within, used)
         self._lose_if_failed(used)
 
     def _lose_if_failed(self, parts: Sequence[tuple[int, Span]] | None = None) -> None:
         if self.failed:
             with self.deferring_errors():
-                self.transfers.lose(parts)
+                self.stream.lose(parts)
 
     def wait_together(self) -> None:
         """Wait for everything in flight. A collective.
@@ -313,13 +307,11 @@ class WorkerLink:
         Args:
             passes: whether to wait for everything; otherwise for this step's weights alone.
         """
-        with self.deferring_errors(), self.metrics.waiting.measured():
-            if passes:
+        if passes:
+            with self.deferring_errors(), self.metrics.waiting.measured():
                 self.wait()
-            elif not self.failed:
-                within = Patience(self.longest_wait_seconds)
-                self.metrics.bytes_up += self.transfers.complete(within)
-        self._lose_if_failed()
+        else:
+            self.complete()
         self.raise_deferred()
 
     def close(self) -> None:
@@ -336,17 +328,17 @@ class WorkerLink:
 
 
 def _end_copies(
-    process: OptimizerProcess, transfers: Stream, page_locks: PageLocks, owner_pid: int
+    process: OptimizerProcess, stream: Stream, page_locks: PageLocks, owner_pid: int
 ) -> None:
     """Unlock memory once no copy is running; if a copy does not end, leave everything that it
     uses."""
     if os.getpid() != owner_pid:  # a forked process must not use the accelerator
         return
     process.close()
-    if transfers.close():
+    if stream.close():
         page_locks.unlock()
     else:
-        page_locks.leave(transfers)
+        page_locks.leave(stream)
         logger.warning(
             "copies between accelerator and host have not ended, perhaps because of a collective "
             "that another rank has left: their memory stays locked until this process ends"

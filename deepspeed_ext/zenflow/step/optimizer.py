@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -75,7 +75,7 @@ class HostOptimizer:
     def __init__(
         self,
         decided: ZenFlowPlan,
-        rule: UpdateRule[Any],
+        rule: UpdateRule,
         state: StateStore,
         link: WorkerLink,
         kind: OptimizerKind,
@@ -93,7 +93,7 @@ class HostOptimizer:
         self.first_steps: Observer | None = None
         self._parked: Parked | None = None
         self._is_handed_over = False
-        link.transfers.weights = [each.weights for each in state.partitions]
+        link.stream.weights = [each.weights for each in state.partitions]
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class HostOptimizer:
         with in_profile("zenflow.step_partition"), self.link.deferring_errors():
             plan = self._current_plan
             partition = self.state.partitions[index]
-            transfers = self.link.transfers
+            stream = self.link.stream
             whole = self.decided.places.handed_over is Place.HOST
             slot = self.coming_slot(index) if whole else None
             step = self.kind.step(partition.group, self.state.counts[index] + 1, grad_scale)
@@ -145,12 +145,11 @@ class HostOptimizer:
                 grad = grad[numel:]
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
-            partition.collected.append(step)
-            handed_over = self.rule.to_hand_over(plan, partition, grad)
-            ready = transfers.ready()
-            self.rule.step_partition(plan, partition, grad)
+            handed_over = self.rule.to_hand_over(plan, partition, grad, step)
+            ready = stream.ready()
+            self.rule.step_partition(plan, partition, grad, step)
             if handed_over is not None:
-                transfers.take(index, handed_over, slot, ready)
+                stream.take(index, handed_over, slot, ready)
                 self._metrics.bytes_down += handed_over.nbytes
 
     def finish_weights(self, *, starts_copies: bool = True) -> None:
@@ -192,7 +191,7 @@ class HostOptimizer:
                 rule.end_step(plan)
             self.state.counts = [count + 1 for count in self.state.counts]
             with self.link.deferring_errors():
-                self._metrics.note_link(self.link.transfers.copying_seconds())
+                self._metrics.note_link(self.link.stream.copying_seconds())
                 self._metrics.end_step(plan.waits_last)
                 self.state.handles.advance(self.state.counts)
             self.plan, self.state.in_step = None, False
@@ -252,7 +251,7 @@ class HostOptimizer:
         """
         used = None if parts is None else self.state.on_host(parts)
         if first and used:
-            self.link.transfers.put_first(used)
+            self.link.stream.put_first(used)
         self.link.complete(used)
 
     # -- states on the host ------------------------------------------------------------------------
@@ -277,7 +276,7 @@ class HostOptimizer:
             assert all(tensor._base is None for tensor in beside), "a base would keep its memory"
             self._parked = Parked(beside, pins=pins)
             with self.link.deferring_errors():
-                self.link.transfers.release()
+                self.link.stream.release()
         self.is_offloaded = True
 
     def reload(self) -> None:
@@ -285,7 +284,7 @@ class HostOptimizer:
         memory."""
         if self._parked is not None:
             self._parked.restore()
-            if not self.link.transfers.restore():
+            if not self.link.stream.restore():
                 self.state.expose(
                     shows_moments=False, takes_over=False
                 )  # so that the next step publishes again
@@ -315,7 +314,7 @@ class HostOptimizer:
         """
         self.decided = plan
         self.state.partitions = partitions
-        self.link.transfers.weights = [each.weights for each in partitions]
+        self.link.stream.weights = [each.weights for each in partitions]
         self.state.heads = heads
         self.rule.restart(None, partitions)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -95,7 +94,7 @@ class StateStore:
     def __init__(
         self,
         link: WorkerLink,
-        rule: UpdateRule[Any],
+        rule: UpdateRule,
         kind: OptimizerKind,
         partitions: Sequence[Partition],
         wholes: Sequence[WholeState],
@@ -229,8 +228,6 @@ class StateStore:
         self._changes += 1
         self.counts = self.counts if counts is None else list(counts)
         self._rule.schedule.restart()
-        for partition in self.partitions:
-            partition.collected.clear()
         self._rule.restart(None if counts is None else self.counts)
         self._take_back()
         self.handles.bind(self.counts)

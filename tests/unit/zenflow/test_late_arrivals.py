@@ -34,16 +34,16 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
         for first_token in (1, 1, 0, 0):
             batch = batches(1, dist.get_rank())[0]
             batch[0, 0] = first_token
-            before = len(host.link.transfers._awaited)
+            before = len(host.link.stream._awaited)
             loss = engine(on_device(batch))
-            during = len(host.link.transfers._awaited)
+            during = len(host.link.stream._awaited)
             engine.backward(loss)
-            after = len(host.link.transfers._awaited)
+            after = len(host.link.stream._awaited)
             engine.step()
             found.append((before, during, after))
         for index in range(len(host.state.partitions)):
             host.coming_slot(index)
-        found.append(len(host.link.transfers._awaited))
+        found.append(len(host.link.stream._awaited))
         engine.destroy()
     return found
 
@@ -104,7 +104,7 @@ def test_they_arrive_in_the_step_at_other_stages_and_if_the_config_says_so(
 def left_behind(config: dict[str, Any]) -> int:
     engine = make_engine(config)
     train(engine, batches(2, dist.get_rank()))
-    left = len(engine.optimizer.host_optimizer.link.transfers._awaited)
+    left = len(engine.optimizer.host_optimizer.link.stream._awaited)
     engine.destroy()
     return left
 

@@ -45,7 +45,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     with patch.object(chunks, "CHUNK_NUMEL", 512):
         engine = make_engine(config, groups=two_groups)
     adam = engine.optimizer.host_optimizer
-    plan, arena, transfers = adam.decided, adam.link.arena, adam.link.transfers
+    plan, arena, transfers = adam.decided, adam.link.arena, adam.link.stream
     said: list[tuple[str, Any, Any]] = [
         ("arena", plan.layout, arena.layout),
         ("slots", plan.rule.slots(plan.source), adam.rule.schedule.ring),
