@@ -87,5 +87,5 @@ def stream_of(plan: ZenFlowPlan, process: Any = IDLE) -> tuple[Stream, Arena, li
     weights = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
     stream.weights = [partial(torch.Tensor.view_as, each, each) for each in weights]
     for index, numel in enumerate(numels):
-        assert not numel or stream.in_order([index])[0][1].begin == Span(0, numel).begin
+        assert not numel or stream.chunks.in_order([index])[0][1].begin == Span(0, numel).begin
     return stream, arena, weights

@@ -251,7 +251,7 @@ class HostOptimizer:
         """
         used = None if parts is None else self.state.on_host(parts)
         if first and used:
-            self.link.stream.put_first(used)
+            self.link.stream.chunks.put_first(used)
         self.link.complete(used)
 
     # -- states on the host ------------------------------------------------------------------------

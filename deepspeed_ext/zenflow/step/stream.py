@@ -25,7 +25,6 @@ the pass itself gives the weights.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.step.chunks import ChunkOrder, Key, split
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
@@ -50,14 +50,11 @@ from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, 
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["Key", "Slot", "Stream"]
+__all__ = ["Slot", "Stream"]
 
 _CLOSE_SECONDS = 5.0
 """Longest wait of `close` for copies. They take a fraction of a second, unless they wait for a
 collective that never ends."""
-
-Key = tuple[int, int]
-"""A partition and the first element of a chunk of it."""
 
 
 @dataclass
@@ -94,11 +91,6 @@ class Stream:
     call makes the current stream wait for the copies to the weights, which run on a stream of their
     own.
 
-    Note: [weights that go first]
-    What is read without a wait, such as persistent parameters of stage 3, is complete when the step
-    returns. `put_first` makes chunks of their own of it, which are small and travel before all
-    others; otherwise a step would wait for every chunk that holds a norm.
-
     Note: [one gradient, two readers]
     A pass must see the gradient, the factor and the step number that its peek has seen. So a slot
     is free for the next gradient only when its pass has ended (`free`), and both tasks are made
@@ -124,6 +116,7 @@ class Stream:
         timeout_seconds: time without progress after which waiting is an error.
 
     Attributes:
+        chunks: the chunks of the partitions, and their order.
         weights: each returns a partition's weights, 1-D [n]; set before the first step.
     """
 
@@ -139,9 +132,10 @@ class Stream:
         self.weights: Sequence[Callable[[], torch.Tensor]] = ()
         self._process, self._buffers, self._waiting = process, buffers, waiting
         self._block_size, self._numels = plan.rule.block_size, [x.on_host for x in plan.partitions]
-        chunks = plan.chunks
-        whole = chunk_numel(sum(self._numels), self._block_size)
-        self._chunk_numel = whole if chunks is None else chunks.numel
+        self._whole_numels = [each.numel for each in plan.partitions]
+        most = chunk_numel(sum(self._numels), self._block_size)
+        self._chunk_numel = most if plan.chunks is None else plan.chunks.numel
+        self.chunks = ChunkOrder(self._numels, self._block_size, self._chunk_numel)
         self._gradients, self._published, self._means = _arrays(plan, arena)
         self._peeks = plan.peeks
         self._slots = [
@@ -152,22 +146,15 @@ class Stream:
             for key in arena.keys("y" if plan.peeks else "g", OF_CHUNKS)
         ]
         self._newest_slot = [0] * len(self._numels)  # of each partition: where its newest y is
-        self._spans: dict[int, list[Span]] = {}  # chunks of each partition
-        # In which order the last forward used chunks, and this one so far. Copies and passes follow
-        # it. A wrong order, as after another branch of the model, only costs time.
-        self._first: set[Key] = set()
-        self._uses: dict[Key, int] = {}
-        self._noted: dict[Key, int] = {}
         self._awaited: dict[Key, Span] = {}  # chunks whose weights are on their way
         self._lost: set[Key] = set()  # of those awaited
-        # Of each chunk: its newest parcel, or the number of its newest task; and the events after
-        # its gradient's copy down, after the reading of its y, and after the newest copy up.
-        self._here: dict[Key, Latch] = {}
-        self._sent: dict[Key, int] = {}
+        # Of each chunk: its newest parcel or, without a courier, message; the parcel of its pass
+        # after a peek; and events after its gradient's copy down, and after y or weights in its
+        # slot were last read.
+        self._here: dict[Key, Latch | int] = {}
         self._passed: dict[Key, Latch] = {}
         self._came_down: dict[Key, Any] = {}
-        self._read: dict[Key, Any] = {}
-        self._landed: dict[Key, Any] = {}
+        self._used: dict[Key, Any] = {}
         self._uploads: list[Slot] = []  # of weights that the host computes
         self._newest: Any = None  # recorded after the newest copy down
         self._reader: Any = None  # stream that has read the arena
@@ -181,54 +168,6 @@ class Stream:
         self._courier: Courier | None = None
         if self._lifts or self._peeks:
             self._courier = Courier(get_accelerator().current_device(), timeout_seconds)
-
-    # -- chunks ------------------------------------------------------------------------------------
-
-    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
-        """The chunks of partitions in the order in which the last forward used them, unused ones
-        last."""
-        last = len(self._uses)
-
-        def place(chunk: tuple[int, Span]) -> tuple[bool, int, int, int]:
-            index, span = chunk
-            key = index, span.begin
-            return key not in self._first, self._uses.get(key, last), *key
-
-        return sorted(((i, span) for i in indices for span in self._chunks(i)), key=place)
-
-    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
-        """Let elements of partitions travel before all others, in every step; see Note: [weights
-        that go first]. Call it before the first step."""
-        wanted: dict[int, list[Span]] = {}
-        for index, span in sorted(parts):
-            numel, size = self._numels[index], self._block_size
-            begin, end = span.begin // size * size, min(numel, -(-span.end // size) * size)
-            found = wanted.setdefault(index, [])
-            if found and begin <= found[-1].end:
-                begin = found.pop().begin
-            if begin < end:
-                found.append(Span(begin, end))
-        for index, spans in wanted.items():
-            first = [part for span in spans for part in _split(span, self._chunk_numel)]
-            chunks = [part for whole in self._chunks(index) for part in _around(whole, first)]
-            self._spans[index] = sorted([*first, *chunks])
-            self._first |= {(index, span.begin) for span in first}
-
-    def _chunks(self, index: int) -> list[Span]:
-        """The chunks of a partition, in the order of their elements."""
-        if index not in self._spans:
-            self._spans[index] = list(_split(Span(0, self._numels[index]), self._chunk_numel))
-        return self._spans[index]
-
-    def _chunks_of(self, parts: Iterable[tuple[int, Span]]) -> Iterator[Key]:
-        for index, span in parts:
-            chunks = self._chunks(index)
-            at = max(0, bisect_right(chunks, span.begin, key=lambda chunk: chunk.begin) - 1)
-            for chunk in chunks[at:]:
-                if chunk.begin >= span.end:
-                    break
-                if chunk.end > span.begin:
-                    yield index, chunk.begin
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -260,14 +199,16 @@ class Stream:
             return
         self._down.wait_event(ready)
         with get_accelerator().stream(self._down):
-            for _, span in self.in_order([index]):
+            for _, span in self.chunks.in_order([index]):
                 key = index, span.begin
-                for used in self._read.pop(key, None), self._landed.get(key):
-                    if used is not None:
-                        self._down.wait_event(used)
+                if (used := self._used.get(key)) is not None:
+                    self._down.wait_event(used)
                 slot[slice(*span)].copy_(grad[slice(*span)], non_blocking=True)
                 self._came_down[key] = streams.recorded(self._down)
             grad.record_stream(self._down)
+        if grad.untyped_storage().nbytes() > self._whole_numels[index] * grad.itemsize:
+            # a part of DeepSpeed's buffer, which is zeroed and written without being freed
+            get_accelerator().current_stream().wait_stream(self._down)
         # Wait for the copy before the newest one: otherwise flat gradients would pile up if the
         # host runs ahead of the link.
         older, self._newest = self._newest, streams.recorded(self._down)
@@ -283,7 +224,7 @@ class Stream:
         """
         if self._awaited or self._passed:
             self.complete(within, [(index, span)])
-            for key in self._chunks_of([(index, span)]):
+            for key in self.chunks.touched([(index, span)]):
                 if (passed := self._passed.pop(key, None)) is not None:
                     assert self._courier is not None
                     self._courier.wait_for(passed, within)
@@ -293,7 +234,7 @@ class Stream:
     def expect(self, indices: Iterable[int]) -> None:
         """Register that the worker will give these partitions' weights, before their tasks
         depart."""
-        for index, span in self.in_order(indices):
+        for index, span in self.chunks.in_order(indices):
             self._awaited[index, span.begin] = span
 
     def depart(self, tasks: Sequence[WorkerTask]) -> None:
@@ -303,11 +244,11 @@ class Stream:
         for task in tasks:
             self._newest_slot[task.partition] = task.slot
         by_index = {task.partition: task for task in tasks}
-        chunks = [(span, by_index[index]) for index, span in self.in_order(by_index)]
+        chunks = [(span, by_index[index]) for index, span in self.chunks.in_order(by_index)]
         if self._courier is None:
             for parts in self._batches(chunks):
                 number = self._process.submit(parts)
-                self._sent |= {(each.partition, each.span.begin): number for each in parts}
+                self._here |= {(each.partition, each.span.begin): number for each in parts}
             return
         departed = streams.recorded(get_accelerator().current_stream()) if self._lifts else None
         if self._up is not None:  # whatever has read the old weights was launched before
@@ -397,9 +338,9 @@ class Stream:
         with torch.no_grad(), get_accelerator().stream(self._up), timed:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        self._landed[key] = streams.recorded(self._up)
+        self._used[key] = streams.recorded(self._up)
         if slot is not None:
-            slot.free = self._landed[key]
+            slot.free = self._used[key]
 
     def wait(self, within: Patience | None = None) -> float:
         """Wait until everything that departed has arrived and is processed. Work launched on the
@@ -440,10 +381,10 @@ class Stream:
             yield whole, y, weights
             return
         self._reader = get_accelerator().current_stream()
-        for chunk in self._chunks(index):
-            for span in _split(chunk, chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)):
+        for chunk in self.chunks.of(index):
+            for span in split(chunk, chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)):
                 yield span, y[slice(*span)], weights[slice(*span)]
-            self._read[index, chunk.begin] = self.ready()
+            self._used[index, chunk.begin] = self.ready()
 
     def _uploaded(
         self, weights: torch.Tensor, y: torch.Tensor
@@ -457,7 +398,7 @@ class Stream:
                 Slot(allocation.host_empty(most, weights.dtype, pin=True)) for _ in range(2)
             ]
         with self._waiting.measured():
-            for number, span in enumerate(_split(Span(0, y.numel()), size)):
+            for number, span in enumerate(split(Span(0, y.numel()), size)):
                 buffer = self._uploads[number % 2]
                 if buffer.free is not None:
                     buffer.free.synchronize()
@@ -489,7 +430,7 @@ class Stream:
     def are_due(self) -> bool:
         """Whether any weights are on their way, or some stream may have to wait for their
         copies."""
-        return bool(self._awaited or self._landed)
+        return bool(self._awaited or self._used)
 
     def complete(
         self, within: Patience | None, parts: Iterable[tuple[int, Span]] | None = None
@@ -508,28 +449,28 @@ class Stream:
         """
         nbytes = 0
         if parts is None:
-            wanted = [*self._awaited, *(self._landed.keys() - self._awaited)]
-            if self._noted:
-                self._uses, self._noted = self._noted, {}
+            wanted = [*self._awaited, *(self._used.keys() - self._awaited)]
+            self.chunks.end_forward()
         else:
-            wanted = list(self._chunks_of(parts))
+            wanted = list(self.chunks.touched(parts))
         for key in wanted:
             if (span := self._awaited.get(key)) is not None:
                 if parts is not None:
-                    self._noted.setdefault(key, len(self._noted))
+                    self.chunks.note_use(key)
                 nbytes += self._receive(key, span, within)
-            if (landed := self._landed.get(key)) is not None:
-                get_accelerator().current_stream().wait_event(landed)
+            if (used := self._used.get(key)) is not None:
+                get_accelerator().current_stream().wait_event(used)
         return nbytes
 
     def _receive(self, key: Key, span: Span, within: Patience | None) -> int:
         """Wait until the copy of a chunk's weights has been started; return their bytes."""
         index, part = key[0], slice(*span)
         weights = self.weights[index]()[part]
-        if self._courier is not None:
-            self._courier.wait_for(self._here[key], within)
-        else:
-            self._process.wait_for(self._sent[key], within=within)
+        sent = self._here[key]
+        if self._courier is not None and not isinstance(sent, int):
+            self._courier.wait_for(sent, within)
+        elif isinstance(sent, int):
+            self._process.wait_for(sent, within=within)
             weights.copy_(self._published[index][self._newest_slot[index]][part])
         del self._awaited[key]
         self._lost.discard(key)
@@ -548,7 +489,7 @@ class Stream:
             with torch.no_grad():
                 weights[slice(*self._awaited[key])].fill_(math.nan)
             self._lost.add(key)
-        for key in list(self._lost) if parts is None else list(self._chunks_of(parts)):
+        for key in list(self._lost) if parts is None else list(self.chunks.touched(parts)):
             if key in self._awaited:
                 del self._awaited[key]
                 self._lost.discard(key)
@@ -584,24 +525,6 @@ class Stream:
         used = [] if not self._lifts else [get_accelerator().current_stream()]
         used += [each for each in (self._down, self._up, self._reader) if each is not None]
         return streams.have_ended(used, _CLOSE_SECONDS) and has_courier_ended
-
-
-def _split(whole: Span, most: int) -> Iterator[Span]:
-    """Parts of at most `most` elements, in order."""
-    for begin in range(whole.begin, whole.end, most):
-        yield Span(begin, min(begin + most, whole.end))
-
-
-def _around(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:
-    """What `taken`, in order, leaves of a span."""
-    begin = whole.begin
-    for each in taken:
-        if each.begin < whole.end and each.end > begin:
-            if begin < each.begin:
-                yield Span(begin, each.begin)
-            begin = each.end
-    if begin < whole.end:
-        yield Span(begin, whole.end)
 
 
 def _arrays(plan: ZenFlowPlan, arena: Arena) -> tuple[Any, Any, Any]:

@@ -116,7 +116,7 @@ def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
 
     def noting(self: Stream, indices: Any) -> None:
         indices = list(indices)
-        found.append([(index, span.begin) for index, span in self.in_order(indices)])
+        found.append([(index, span.begin) for index, span in self.chunks.in_order(indices)])
         expect(self, indices)
 
     with patch.object(Stream, "expect", noting):

@@ -86,7 +86,7 @@ def test_the_worker_peeks_in_the_order_of_use_and_passes_in_reverse(run: Run) ->
 
 
 def test_what_is_read_without_a_wait_travels_first_in_chunks_of_its_own(run: Run) -> None:
-    run.stream.put_first([(0, Span(3, 4)), (0, Span(4, 5)), (1, Span(5, 6))])
+    run.stream.chunks.put_first([(0, Span(3, 4)), (0, Span(4, 5)), (1, Span(5, 6))])
     run.step()
     first = [(0, Span(2, 6)), (1, Span(4, 6))]  # whole blocks of two
     assert run.visits(peeks=True) == [*first, (0, Span(0, 2)), (0, Span(6, 8)), (1, Span(0, 4))]
