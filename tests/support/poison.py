@@ -23,7 +23,7 @@ from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess

@@ -24,7 +24,7 @@ from deepspeed.utils import (
 
 import deepspeed_ext
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.step import stream
+from deepspeed_ext.zenflow.transfers import stream
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
 from tests.support.models import Branches, OddModel, batches, on_device, two_groups

@@ -19,9 +19,9 @@ from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path

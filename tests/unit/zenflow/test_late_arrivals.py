@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan.places import Wait
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from tests.support.late_weights import exact_config, small_chunks
 from tests.support.models import Branches, batches, on_device
 from tests.support.ranks import run_ranks

@@ -16,7 +16,7 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime import ranks as ranks_module
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config

@@ -24,18 +24,18 @@ from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
-from deepspeed_ext.zenflow.step import stream as stream_module
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers import stream as stream_module
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import Linears, batches
 from tests.support.poison import delay, late_and_poisoned, synchronous
 from tests.support.ranks import RankError, is_simulated, run_ranks
 from tests.support.same import assert_same, first_difference
-from tests.support.streams import plan_of, stream_of
 from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_config
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 pytestmark = pytest.mark.sampled()
 

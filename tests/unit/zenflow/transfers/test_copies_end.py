@@ -14,15 +14,15 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.zenflow.step import stream as stream_module
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
+from deepspeed_ext.zenflow.transfers import stream as stream_module
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import Linears, batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
-from tests.support.streams import plan_of, stream_of
 from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 pytestmark = pytest.mark.sampled()
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers import copying
 from tests.support.ranks import on_sim
 from tests.support.zenflow import batches, make_engine, train, zenflow_config
 
@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def copying() -> dict[str, bool]:
+def copies_apart() -> dict[str, bool]:
     """Whether copies of each way run on a stream of their own, and on none of a whole pool."""
     from tests.support.simulated_accelerator import simulation
 
@@ -43,7 +43,7 @@ def copying() -> dict[str, bool]:
 
 def test_copies_share_no_stream_with_others_of_the_process() -> None:
     """A communicator's stream is of the pool, so copies would wait for its collectives."""
-    (found,) = on_sim(copying)
+    (found,) = on_sim(copies_apart)
     assert found == dict.fromkeys(WAYS, True)
 
 
@@ -52,5 +52,5 @@ def test_an_accelerator_without_priorities_has_streams_too() -> None:
         def Stream(self) -> str:  # noqa: N802 (DeepSpeed's name)
             return "a stream"
 
-    with patch.object(streams, "get_accelerator", Plain):
-        assert streams.new_stream() == "a stream"
+    with patch.object(copying, "get_accelerator", Plain):
+        assert copying.new_stream() == "a stream"

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.step import stream as stream_module
+from deepspeed_ext.zenflow.transfers import stream as stream_module
 from tests.support.poison import delay
 from tests.support.ranks import run_ranks
-from tests.support.streams import plan_of, stream_of
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 BLOCK = 32
 

@@ -40,8 +40,8 @@ from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.chunks import ChunkOrder, Key, split
-from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers import copying
+from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, split
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -160,8 +160,8 @@ class Stream:
         self._reader: Any = None  # stream that has read the arena
         self._lifts, copies = plan.copies is not Copies.NONE, plan.copies
         inside = copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP)
-        self._down: Any = streams.new_stream() if inside else None
-        self._up: Any = streams.new_stream() if self._lifts else None
+        self._down: Any = copying.new_stream() if inside else None
+        self._up: Any = copying.new_stream() if self._lifts else None
         # one per direction; the trainer's thread and the courier's run them
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()
         # None: nothing moves beside this thread, which then carries by itself
@@ -204,14 +204,14 @@ class Stream:
                 if (used := self._used.get(key)) is not None:
                     self._down.wait_event(used)
                 slot[slice(*span)].copy_(grad[slice(*span)], non_blocking=True)
-                self._came_down[key] = streams.recorded(self._down)
+                self._came_down[key] = copying.recorded(self._down)
             grad.record_stream(self._down)
         if grad.untyped_storage().nbytes() > self._whole_numels[index] * grad.itemsize:
             # a part of DeepSpeed's buffer, which is zeroed and written without being freed
             get_accelerator().current_stream().wait_stream(self._down)
         # Wait for the copy before the newest one: otherwise flat gradients would pile up if the
         # host runs ahead of the link.
-        older, self._newest = self._newest, streams.recorded(self._down)
+        older, self._newest = self._newest, copying.recorded(self._down)
         if older is not None:
             older.synchronize()
 
@@ -250,7 +250,7 @@ class Stream:
                 number = self._process.submit(parts)
                 self._here |= {(each.partition, each.span.begin): number for each in parts}
             return
-        departed = streams.recorded(get_accelerator().current_stream()) if self._lifts else None
+        departed = copying.recorded(get_accelerator().current_stream()) if self._lifts else None
         if self._up is not None:  # whatever has read the old weights was launched before
             self._up.wait_event(departed)
         parcels = [self._parcel(*chunk, number, departed) for number, chunk in enumerate(chunks)]
@@ -323,7 +323,7 @@ class Stream:
                 assert target is not None
                 with self._downwards.measured():
                     target[: gradient.numel()].copy_(gradient, non_blocking=True)
-            return (streams.recorded(self._down),)
+            return (copying.recorded(self._down),)
 
     def _bring_up(
         self, key: Key, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: Slot | None
@@ -338,7 +338,7 @@ class Stream:
         with torch.no_grad(), get_accelerator().stream(self._up), timed:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        self._used[key] = streams.recorded(self._up)
+        self._used[key] = copying.recorded(self._up)
         if slot is not None:
             slot.free = self._used[key]
 
@@ -404,7 +404,7 @@ class Stream:
                     buffer.free.synchronize()
                 yield span, y[slice(*span)], buffer.published[: span.numel]
                 weights[slice(*span)].copy_(buffer.published[: span.numel], non_blocking=True)
-                buffer.free = streams.recorded(get_accelerator().current_stream())
+                buffer.free = copying.recorded(get_accelerator().current_stream())
 
     def block_means(self, index: int) -> torch.Tensor:
         """A partition's per-block array, for work on the current stream; on the host or on the
@@ -524,7 +524,7 @@ class Stream:
         has_courier_ended = self._courier is None or self._courier.close()
         used = [] if not self._lifts else [get_accelerator().current_stream()]
         used += [each for each in (self._down, self._up, self._reader) if each is not None]
-        return streams.have_ended(used, _CLOSE_SECONDS) and has_courier_ended
+        return copying.have_ended(used, _CLOSE_SECONDS) and has_courier_ended
 
 
 def _arrays(plan: ZenFlowPlan, arena: Arena) -> tuple[Any, Any, Any]:
