@@ -16,7 +16,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "inside of the step": {"hide_transfers": False, "overlap_step": False},
     "beside the next step": {"hide_transfers": True},
     "exact": {"update_rule": "exact", "gradients_on_host": False},
-    "weights that the host computes": {"gradients_on_host": True, "update_rule": "predictive"},
 }
 
 
