@@ -40,7 +40,7 @@ class WeakEngine:
 
 def stream_timer(config: Any, *args: Any, **kwargs: Any) -> ThroughputTimer:
     """DeepSpeed's throughput timer, but it does not wait for the device, which also runs copies
-    beside the step (`transfers.beside_step`): waiting for them would undo the overlap. A step waits
+    beside the step (`transfers.stream`): waiting for them would undo the overlap. A step waits
     for its gradient's norm, so the host's times are those of steps.
 
     Args:
