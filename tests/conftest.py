@@ -59,10 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests:  # the process that only shares out files among others needs no torch
-        from deepspeed_ext.runtime.process import make_first_calls
+        import deepspeed_ext.zenflow.worker.kernel.definition  # noqa: F401 (makes the first calls)
         from tests.support import ranks
 
-        make_first_calls()  # tests compare with torch's AdamW
         ranks.fork_workers()
         gc.disable()  # a tenth of a collection of tests, whose objects all stay
 

@@ -13,14 +13,10 @@ MOST_CORES = 2**16
 
 
 def _number_of_cores(value: int | float) -> int | float:
-    if value > MOST_CORES:
-        raise ValueError(f"expected at most {MOST_CORES} cores, got {value}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"PyTorch needs at least 1 core, got {value}")
-    if isinstance(value, float) and not 0.0 < value < 1.0:
+    if not (1 <= value <= MOST_CORES if isinstance(value, int) else 0.0 < value < 1.0):
         raise ValueError(
-            "expected a fraction of the cores above 0 and below 1, "
-            f"got {value}; write a count as a whole number"
+            f"expected a count of 1 to {MOST_CORES} cores as a whole number, or a fraction of the "
+            f"cores above 0 and below 1, got {value}"
         )
     return value
 

@@ -15,7 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 __all__ = [
-    "QUEUES",
     "SHARED_MEMORY",
     "can_register_host_memory",
     "dist",
@@ -29,7 +28,7 @@ __all__ = [
     "single_queue",
 ]
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 """NVIDIA's variable: number of hardware queues that the streams share; 8 if it is not set."""
 
 SHARED_MEMORY = "train without the zenflow section and without offload_optimizer"
@@ -92,10 +91,10 @@ def has_host_memory() -> bool:
 def single_queue(environment: Mapping[str, str]) -> str | None:
     """Why copies cannot overlap with kernels in this environment, and what to change; None: they
     can."""
-    if environment.get(QUEUES, "").strip() != "1":
+    if environment.get(_QUEUES, "").strip() != "1":
         return None
     return (
-        f"{QUEUES}=1 puts copies, event waits and kernels of all streams into one hardware queue, "
+        f"{_QUEUES}=1 puts copies, event waits and kernels of all streams into one hardware queue, "
         "so ZenFlow's copies cannot overlap with kernels. Unset it, unless Megatron's tensor "
         "parallelism needs it; each step then waits for its copies"
     )
