@@ -45,7 +45,7 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.checkpoint.file import SavedFile, reading, unmarked
-from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import log_once, logger
@@ -407,10 +407,6 @@ class Load:
             return
         with self._together():
             target.write_weights()
-            if self._zenflow is not None and self._ranks.rank == 0:
-                told = rule_told(self._zenflow.host, self._saved.partitions(0).was_exact)
-                if told is not None:
-                    logger.info(told)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.upstream import Swap, swapped
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
-from deepspeed_ext.checkpoint.zenflow_state import AnySavedState, read_saved_state
+from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
@@ -432,7 +432,7 @@ class ReachedState:
             super_call()
         self._host.state.replaced()
 
-    def _read(self, states: Any, loads_optimizer: bool) -> AnySavedState | None:
+    def _read(self, states: Any, loads_optimizer: bool) -> SavedState | None:
         """Return this rank's saved ZenFlow state; None if the checkpoint has none. What else will
         be loaded is checked, too."""
         if states is None or isinstance(states, (str, bytes)):
@@ -445,7 +445,7 @@ class ReachedState:
             self._readiness.require_groups(groups_of(state), _STATE)
         return self.require_fitting(state)
 
-    def require_fitting(self, state: Mapping[str, Any]) -> AnySavedState | None:
+    def require_fitting(self, state: Mapping[str, Any]) -> SavedState | None:
         """Return ZenFlow's state in this rank's saved optimizer state; None: there is none.
 
         Raises:
@@ -467,13 +467,12 @@ class ReachedState:
         return saved
 
 
-def _require_same_position(saved: AnySavedState | None, ranks: RankGroup) -> None:
+def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
     """Raise on every rank if the ranks' saved states are of different runs or steps, from which the
     ranks would diverge."""
     position: Any = None
     if saved is not None:
-        counts = saved.updates, saved.position, saved.schedule
-        position = (saved.rule, saved.block_size, *counts)
+        position = saved.rule, saved.block_size, saved.updates, saved.schedule
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)
     except PlanMismatchError as error:

@@ -21,9 +21,8 @@ from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.zenflow_state import (
     STATE_KEY,
-    AnySavedState,
+    SavedState,
     read_saved_state,
-    was_exact,
 )
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.proc import format_cpulist
@@ -83,7 +82,7 @@ class SavedPartitions:
                 f"{LOAD_ANOTHER}"
             ) from None
         self._saved = self._read_saved_state()
-        if self._saved is not None and self._saved.position:
+        if self._saved is not None and self._saved.has_collected:
             for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
                 scalars["step"] = count  # `read` applies the collected gradients
 
@@ -107,12 +106,7 @@ class SavedPartitions:
         """State of the loss scale, under DeepSpeed's keys."""
         return {key: self.state[key] for key in _SCALER if key in self.state}
 
-    @property
-    def was_exact(self) -> bool | None:
-        """Whether ZenFlow followed the exact rule; None: not known, or there was no ZenFlow."""
-        return None if self._saved is None else was_exact(self._saved)
-
-    def _read_saved_state(self) -> AnySavedState | None:
+    def _read_saved_state(self) -> SavedState | None:
         if STATE_KEY not in self.state:
             return None
         numels = [max(tensor.numel() for tensor in tensors.values()) for tensors in self.tensors]

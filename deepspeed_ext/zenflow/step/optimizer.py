@@ -142,7 +142,7 @@ class HostOptimizer:
                 grad = grad[numel:]
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
-            partition.collected.append(step)
+            partition.step = step
             handed_over = self.rule.to_hand_over(plan, partition, grad)
             ready = transfers.ready()
             self.rule.step_partition(plan, partition, grad)

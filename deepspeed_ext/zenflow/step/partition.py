@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,8 +56,7 @@ class Partition:
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
             that went into it. Empty or unused if gradients and y pass through the host in chunks.
         places: where its arrays are.
-        collected: constants of the gradients that have not been handed over, oldest first, made by
-            `OptimizerKind.step`.
+        step: constants of the newest gradient, made by `OptimizerKind.step`; None before the first.
     """
 
     index: int
@@ -70,7 +69,7 @@ class Partition:
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
-    collected: list[Any] = field(default_factory=list)
+    step: Any = None
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -71,7 +71,7 @@ class UpdateRule(ABC, Generic[PlanT]):
         flight has arrived.
 
         Args:
-            partition: the partition; its newest constants are ``partition.collected[-1]``.
+            partition: the partition; ``partition.step`` has the step's constants.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
                 clipped (those constants have the factor).
         """
@@ -129,22 +129,13 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @abstractmethod
     def saved(self) -> list[dict[str, Any]]:
-        """Return the rule's state for a checkpoint, per partition, besides p, m, v and the
-        collected gradients. Nothing may be in flight."""
-
-    @abstractmethod
-    def changed_setting(self, position: int) -> str | None:
-        """Name the setting that keeps a checkpoint from being continued bitwise because it changed;
-        None: nothing does.
-
-        Args:
-            position: number of gradients in the checkpoint that were collected and not handed over.
-        """
+        """Return the rule's state for a checkpoint, per partition, besides p, m, v. Nothing may
+        be in flight."""
 
     @abstractmethod
     def restore(self, partitions: Sequence[Any]) -> None:
-        """Continue from what `saved` returned; p, m, v, schedule and collected gradients are
-        already in place."""
+        """Continue from what `saved` returned; p, m, v and the schedule are already in
+        place."""
 
     # -- for the rules -----------------------------------------------------------------------------
 

@@ -43,8 +43,6 @@ class State:
 
     steps: int = 0
     """Optimizer steps so far; overflowed steps do not count."""
-    position: int = 0
-    """Gradients collected and not handed over."""
     written: int = 0
     """Gradients written to the ring so far."""
 
@@ -87,31 +85,21 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     def handed_over(self) -> int:
         """Slot of the newest gradient that was handed over. It holds y until the slot's next
         gradient."""
-        return (self.state.written - self.state.position - 1) % self.ring
-
-    def latest(self, count: int) -> tuple[int, ...]:
-        """Slots of the last `count` gradients, oldest first."""
-        return tuple((self.state.written - count + k) % self.ring for k in range(count))
+        return (self.state.written - 1) % self.ring
 
     @property
     def is_settled(self) -> bool:
-        """Whether no gradient is collected: after the update in flight has arrived, nothing refers
-        to elements of the arena."""
-        return self.state.position == 0
+        """Whether nothing refers to elements of the arena once the update in flight has arrived."""
+        return True
 
     def restart(self) -> None:
         """Start over with synchronous steps."""
         self.state = type(self.state)()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, except what follows from the collected gradients."""
-        return {
-            name: value
-            for name, value in asdict(self.state).items()
-            if name not in ("position", "written")
-        }
+        """The state as plain values. The ring is empty after a load."""
+        return {name: value for name, value in asdict(self.state).items() if name != "written"}
 
-    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """Continue from `state_dict`, with `position` collected gradients, which take the first
-        slots of the ring."""
-        self.state = type(self.state)(**state, position=position, written=position)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.state = type(self.state)(**state)

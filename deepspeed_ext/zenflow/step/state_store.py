@@ -227,8 +227,6 @@ class StateStore:
         self._changes += 1
         self.counts = self.counts if counts is None else list(counts)
         self._rule.schedule.restart()
-        for partition in self.partitions:
-            partition.collected.clear()
         self._rule.restart(None if counts is None else self.counts)
         self._take_back()
         self.handles.bind(self.counts)

@@ -114,7 +114,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if not plan.predicts:
             return
         self._read_results()
-        step = partition.collected[-1]
+        step = partition.step
         assert state.estimator is not None, "the schedule begins with a synchronous step"
         for chunk, published in transfers.published(partition.index):
             for span, target in transfers.computed(weights, chunk, reads=False):
@@ -126,9 +126,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
         state = self.states[partition.index]
-        (step,) = partition.collected
-        partition.collected.clear()
-        state.last = step
+        state.last = step = partition.step
         if state.sample is not None:
             state.sample.step = step
         publish = self._kind.ahead(step) if plan.predicts else self._kind.exact(step)
@@ -254,9 +252,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             }
             for state in self.states
         ]
-
-    def changed_setting(self, position: int) -> str | None:
-        return "zenflow.update_interval (above 1 in the checkpoint)" if position else None
 
     def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):

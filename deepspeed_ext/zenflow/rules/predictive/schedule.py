@@ -131,8 +131,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def is_settled(self) -> bool:
-        """As for all schedules, and no probe waits for its verdict."""
-        return super().is_settled and not self.wants_verdict
+        """As for all schedules: here a probe may wait for its verdict."""
+        return not self.wants_verdict
 
     def judge(self, excess: float) -> bool:
         """Give the guard the probe's result, and return whether this changes the coming steps.
@@ -144,14 +144,14 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         self.state = replace(self.state, guard=before.judged(excess))
         return self.state.guard.synchronous is not before.synchronous
 
-    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
         again. A rule that is known here stays."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
         guard = GuardState() if is_released else guard
         kept = {"guard": guard, "is_exact": self.state.is_exact}
-        super().load_state_dict({**state, **kept}, position)
+        super().load_state_dict({**state, **kept})
 
     def restart(self) -> None:
         is_exact = self.state.is_exact

@@ -113,13 +113,12 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     ) -> torch.Tensor | None:
         """Step the hot blocks, and add the gradient to the interval's mean."""
         state, before = self.states[partition.index], self.states[partition.index].last
-        state.last = step = partition.collected[-1]
+        state.last = step = partition.step
         if state.hot is not None:
             self._step_hot(state.hot, grad, step, partition.weights().dtype)
         if plan.selects:
             rows = rows_of(grad, self.block_size)
             state.scores = torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float32)
-        partition.collected.clear()
         if plan.handed_over and not plan.collected:
             return grad
         if state.mean is None:
@@ -264,9 +263,6 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             }
             for state in self.states
         ]
-
-    def changed_setting(self, position: int) -> str | None:
-        return None
 
     @torch.no_grad()
     def restore(self, partitions: Sequence[SelectivePartitionValues]) -> None:

@@ -83,10 +83,9 @@ def happens(event: str, rule: Any, ring: Ring) -> Ring:
     new masters."""
     ring.arrive()
     if event == "load":
-        position, schedule = len(ring.collected), rule.schedule
-        rule.schedule = rule.fresh()
-        rule.schedule.load_state_dict(schedule.state_dict(), position)
-        ring = Ring(list(rule.schedule.latest(position)))
+        schedule, rule.schedule = rule.schedule, rule.fresh()
+        rule.schedule.load_state_dict(schedule.state_dict())
+        ring = Ring()
         if rule.resumes():
             ring.publish_again(rule.schedule.handed_over)
     if event == "restart":
