@@ -111,9 +111,8 @@ class SavedState:
         layout = LAYOUTS[self.optimizer]
         for index, partition in enumerate(self.partitions):
             found = list(partition.tensors(layout, self.block_size))
-            found += (
-                [("weights", self.weights[index], sizes[index], FLOATS)] if self.weights else []
-            )
+            if self.weights is not None:
+                found.append(("weights", self.weights[index], partition.numel, FLOATS))
             for name, tensor, numel, dtypes in found:
                 if tuple(tensor.shape) != (numel,) or tensor.dtype not in dtypes:
                     raise CheckpointError(
