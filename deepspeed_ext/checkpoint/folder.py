@@ -70,26 +70,6 @@ class SavedNames:
         return any(name.endswith(self.model_end) for name in os.listdir(folder))
 
 
-def _why_unusable(tag: str, taken: Sequence[str]) -> str | None:
-    """Why a tag cannot be the name of a save; None: it can."""
-    parts = tag.split(os.sep)
-    if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
-        return (
-            "has leading or trailing spaces, or control characters, which the file `latest` drops"
-        )
-    if os.pardir in parts:
-        return "goes through '..'"
-    if any(_RESERVED in part for part in parts):
-        return f"contains {_RESERVED!r}, the mark of unfinished saves, which a later save removes"
-    if os.path.normpath(tag).split(os.sep)[0] in taken:
-        return "begins with the name of a file that DeepSpeed writes beside the tags"
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        return "cannot be encoded in UTF-8"
-    return None
-
-
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
 _MARKER = "deepspeed_ext_save.json"
@@ -191,14 +171,22 @@ class CheckpointFolder:
             CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one
                 that something else uses.
         """
-        inside = os.path.relpath(self.path, self.save_dir)
+        tag, inside = self._tag, os.path.relpath(self.path, self.save_dir)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
                 f"{self.save_dir}: name a folder inside it, without '..' or a leading '/'"
             )
-        if (why := _why_unusable(self._tag, self._names.beside)) is not None:
-            raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
+        # the file `latest` drops spaces at the ends, and breaks lines at control characters
+        is_plain = tag == tag.strip() and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", tag)
+        is_taken = _RESERVED in tag or inside.split(os.sep)[0] in self._names.beside
+        if not is_plain or is_taken or os.pardir in tag.split(os.sep):
+            raise CheckpointError(
+                f"the tag {tag!r} cannot name a save: it must not begin or end with spaces, hold "
+                f"control characters, '..' or {_RESERVED!r} (the mark of unfinished saves), or "
+                f"begin with a name that DeepSpeed uses beside the tags "
+                f"({', '.join(self._names.beside)}): save under another tag"
+            )
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(
                 f"{self.path} is not a folder: save elsewhere or under another tag"
