@@ -395,7 +395,7 @@ class Engine(EngineSettings):
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._parts.saver.writing(self.optimizer):
+        with self._parts.saver.deferring_errors():
             super()._save_zero_checkpoint(*args, **kwargs)
 
     def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:

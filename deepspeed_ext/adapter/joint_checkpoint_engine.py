@@ -34,7 +34,6 @@ from deepspeed_ext.checkpoint.writer import (
     report,
     wait_for_reports,
 )
-from deepspeed_ext.checkpoint.zenflow_state import host_copy
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -217,7 +216,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if needed > available_host_bytes() // local_world_size():
             fill_holes(path, holes)
             holes = []
-        copies = [replace(hole, values=host_copy(hole.values)) for hole in holes]
+        copies = [replace(hole, values=hole.values.detach().to("cpu", copy=True)) for hole in holes]
         self._jobs.append(partial(self._finish_file, path, copies, numbers))
 
     def _finish_file(self, path: str, holes: list[Hole], numbers: Sequence[int]) -> None:

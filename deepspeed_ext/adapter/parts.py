@@ -25,7 +25,7 @@ from deepspeed_ext.adapter.upstream import (
     optimizer_class,
     stage3_optimizer_class,
 )
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
@@ -76,17 +76,6 @@ class Saver:
     def deferring_errors(self) -> AbstractContextManager[None]:
         """Keep errors of the block for DeepSpeed's `commit`, which raises them on all ranks."""
         return nullcontext() if self.files is None else self.files.kept.deferring_errors()
-
-    @contextmanager
-    def writing(self, optimizer: Any) -> Iterator[None]:
-        """Like `deferring_errors`, for a block that writes the state of `optimizer` before the next
-        step, so that it need not be copied."""
-        zenflow = None if self.files is None else zenflow_of(optimizer)
-        with (
-            self.deferring_errors(),
-            nullcontext() if zenflow is None else zenflow.state.uncopied(),
-        ):
-            yield
 
     def copied_without(self, error: OSError, save_path: str) -> None:
         """Continue without DeepSpeed's recovery script, which could not be copied.

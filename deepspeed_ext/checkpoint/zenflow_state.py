@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
-from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.checkpoint.legacy_state import CollectedValues, converted
 from deepspeed_ext.config.zenflow import StateDtype
@@ -39,7 +38,6 @@ __all__ = [
     "STATE_KEY",
     "SavedState",
     "adopt_optimizer_state",
-    "host_copy",
     "read_saved_state",
     "restore",
     "state_of",
@@ -175,29 +173,13 @@ STATE_KEY = "deepspeed_ext_zenflow"
 """Key of ZenFlow's state in an optimizer's state dict."""
 
 
-def state_of(
-    host: HostOptimizer,
-    weights: Sequence[torch.Tensor] | None = None,
-    *,
-    copied: bool,
-) -> dict[str, Any]:
-    """This rank's state. Call `HostOptimizer.drain` first.
+def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None) -> dict[str, Any]:
+    """This rank's state. Call `StateStore.drain` first. The tensors are the run's own, which the
+    next step or load changes.
 
     Args:
         weights: of each partition, 1-D, if nothing else in the checkpoint holds them.
-        copied: return copies on the host. Otherwise the tensors are the run's own, which the next
-            step or load changes.
     """
-    state = _shown(host) | ({} if weights is None else {"weights": list(weights)})
-    return tree_map_only(torch.Tensor, host_copy, state) if copied else state
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` on the host."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _shown(host: HostOptimizer) -> dict[str, Any]:
     layout = host.kind.layout
     return {
         "version": _VERSION,
@@ -209,6 +191,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
         **({} if host.first_steps is None else {"plan": _plan_of(host)}),
+        **({} if weights is None else {"weights": list(weights)}),
         "partitions": [
             {
                 "numel": state.master.numel(),
