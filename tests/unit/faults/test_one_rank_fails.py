@@ -56,6 +56,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_deferred",
         "adapter/parts.py:Parts.settle",
+        "adapter/reached_state.py:ReachedState.settle",
         "adapter/parts.py:Saver.after_step",
         "adapter/parts.py:Saver.begin_load",
         "adapter/parts.py:Saver.deferring_errors",
