@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -54,9 +53,8 @@ class Partition:
         publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
-            that went into it. Empty or unused if gradients and y pass through the host in chunks.
+            that went into it. Empty if gradients and y pass through the host in chunks.
         places: where its arrays are.
-        step: constants of the newest gradient, made by `OptimizerKind.step`; None before the first.
     """
 
     index: int
@@ -69,7 +67,6 @@ class Partition:
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
-    step: Any = None
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

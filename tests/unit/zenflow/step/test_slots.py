@@ -83,8 +83,9 @@ def happens(event: str, rule: Any, ring: Ring) -> Ring:
     new masters."""
     ring.arrive()
     if event == "load":
-        schedule, rule.schedule = rule.schedule, rule.fresh()
-        rule.schedule.load_state_dict(schedule.state_dict())
+        state = rule.schedule.state_dict()
+        rule.schedule = rule.fresh()
+        rule.schedule.load_state_dict(state)
         ring = Ring()
         if rule.resumes():
             ring.publish_again(rule.schedule.handed_over)
