@@ -1,7 +1,7 @@
 """Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without
 ZenFlow.
 
-Only this module names the files of DeepSpeed's checkpoints. Files are memory-mapped: only the
+Files are memory-mapped: only the
 elements that are copied are read from disk, and their pages can be evicted.
 """
 
@@ -17,7 +17,6 @@ import torch
 
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.checkpoint.file import SavedFile, reading
-from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError
@@ -26,7 +25,6 @@ from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
 __all__ = [
     "MASTER",
-    "SAVED_NAMES",
     "ZERO_STAGE_WEIGHTS",
     "SavedCheckpoint",
     "SavedPartitions",
@@ -39,12 +37,6 @@ MASTER = "fp32"
 _OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
-SAVED_NAMES = SavedNames(
-    beside=("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"),
-    end="_states.pt",
-    model_end="model_states.pt",
-)
-"""How DeepSpeed names the files of a save."""
 ZERO_STAGE_WEIGHTS = 3
 _SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 

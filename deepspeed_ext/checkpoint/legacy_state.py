@@ -38,14 +38,10 @@ class CollectedValues(PredictivePartitionValues):
     def is_behind(self) -> bool:
         return True
 
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
-    ) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
         first, end = self.on_accelerator + begin, begin + state[0].numel()
         for gradient, step in zip(self.gradients, self.collected, strict=True):
-            AdamPasses.take_host_step(
-                state, gradient[begin:end], step, block_size, first, moment_dtype
-            )
+            AdamPasses.take_host_step(state, gradient[begin:end], step, block_size, first, dtype)
 
 
 _COLLECTED = TypeAdapter(CollectedValues)

@@ -269,7 +269,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         host.first_steps.resume(host, heads, _chosen_threads(saved.plan))
     if changed := _changed_setting(host, saved):
         for state, values in zip(host.state.wholes, saved.partitions, strict=True):
-            values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
+            values.catch_up(state.arrays, saved.block_size, dtype=saved.moment_dtype)
         host.state.replaced(saved.counts)
         logger.warning(
             f"{where}: {changed} differs from the checkpoint; "

@@ -57,7 +57,7 @@ class PartitionValues:
         return False
 
     def catch_up(
-        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+        self, state: AdamState, block_size: int, begin: int = 0, dtype: str = "float32"
     ) -> None:
         """Apply the collected gradients to a part of the partition, as the rule would, in this
         process.
@@ -66,15 +66,13 @@ class PartitionValues:
             state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
             begin: first element of the part, at the start of a block. The part ends where a block
                 or the partition ends.
-            moment_dtype: dtype that the rule rounded the moments to.
+            dtype: dtype that the rule rounded the moments to.
         """
         skipped = max(0, self.on_accelerator - begin)
         parts = [array[skipped:] for array in state]
         if self.is_behind and parts[0].numel():
             begin += skipped - self.on_accelerator
-            self.apply_collected(parts, block_size, begin, moment_dtype)
+            self.apply_collected(parts, block_size, begin, dtype)
 
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
-    ) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""

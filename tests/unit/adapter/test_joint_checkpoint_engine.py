@@ -18,7 +18,6 @@ import torch
 
 from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder, FolderState, choose_save
 from deepspeed_ext.errors import CheckpointError
@@ -167,7 +166,7 @@ def test_what_is_under_the_tags_name_and_is_no_save_of_ours_stays(tmp_path: Path
         (folder / "t").mkdir(exist_ok=True)
         (folder / "t" / checkpoint_folder._MARKER).write_text(text)
         with pytest.raises(CheckpointError, match="damaged"):
-            CheckpointFolder(str(folder), "t", SAVED_NAMES).state()
+            CheckpointFolder(str(folder), "t").state()
         said = refusal(tmp_path, "t")
         assert said.startswith("checkpoint 't' was not saved: ")
         assert "damaged" in said

@@ -47,9 +47,7 @@ class SelectivePartitionValues(PartitionValues):
     def is_behind(self) -> bool:
         return self.last is not None
 
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
-    ) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
         """Step the cold blocks with the mean of the collected gradients, and let all blocks have
         the hot ones' count."""
         assert self.last is not None, "it is behind"
@@ -66,7 +64,7 @@ class SelectivePartitionValues(PartitionValues):
         if self.mean is not None:
             cold = replace(cold, step=self.cold_updates + 1)
             mean = self.mean[begin : begin + p.numel()]
-            AdamPasses.take_host_step(state, mean, cold, block_size, begin, moment_dtype)
+            AdamPasses.take_host_step(state, mean, cold, block_size, begin, dtype)
         recorrect(m, v, cold, self.last)
         for array, rows in zip(state, kept, strict=True):
             rows_of(array, block_size)[ids] = rows
