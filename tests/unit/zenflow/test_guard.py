@@ -172,23 +172,6 @@ def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit
     assert not second[0].synchronous[-1], "steps overlap again at the end"
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.0, 1e6])
-def test_another_factor_on_resume_counts_from_there_on(factor: float, tmp_path: Path) -> None:
-    """0 ends what the guard has begun: the next step but one overlaps. Others keep the state; with
-    1e6 small errors end it as before; with 1 they are made too large."""
-    folder = str(tmp_path)
-    config = guarded_config(2, torch.bfloat16)
-    run_ranks(2, run_guarded, config, 0, TRIPPED, large_until=6, save=folder)
-    config = guarded_config(2, torch.bfloat16, prediction_error_factor=factor)
-    first, second = run_ranks(
-        2, run_guarded, config, TRIPPED, 14, large_until=100 if factor == 1.0 else 6, load=folder
-    )
-    assert first.applied() == second.applied()
-    assert all(map(math.isfinite, first.losses))
-    exact = [step for step, source in enumerate(first.sources) if source == "exact"]
-    assert exact == {0.0: [0], 1.0: [*range(8)], 1e6: [0, 1, 2]}[factor]
-
-
 @pytest.mark.parametrize(
     ("ranks", "stage"),
     [(3, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 2), (2, 3)))],
