@@ -92,7 +92,7 @@ train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 AR
 	@MADE_BY="$(strip make train $(foreach name,MODE RANKS,$(if $(findstring command,$(origin $(name))),$(name)=$($(name)))))" \
 	python -m tools.launch $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
-test: $(VENV)/.stamp-operators  ## run the tests, about 12 minutes on two cores
+test: $(VENV)/.stamp-operators  ## run the tests, about 10 minutes on two cores
 	$(PYTEST) --simulated --some-simulated 6 $(ARGS)
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings

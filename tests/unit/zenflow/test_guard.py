@@ -27,7 +27,7 @@ from tests.support.log import heard
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
-from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -67,7 +67,7 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
 def follow(
     config: dict[str, Any], prediction: float, rank: int
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Of each step, how it computes weights; exact ones are compared with the masters."""
+    """Of each step, how it computes weights; and what the guard says."""
     sources = []
     with (
         probing(1, 2),
@@ -80,11 +80,6 @@ def follow(
             train(engine, [batch])
             trips, exact = schedule.state.guard.trips, schedule.state.guard.synchronous
             sources.append("exact" if exact else "")
-            if exact:
-                flat = torch.cat([weight.flatten() for weight in weights_of(engine).values()])
-                masters = torch.cat([master.bfloat16().float() for master in masters_of(engine)])
-                if dist.get_world_size() == 1:
-                    assert torch.equal(flat, masters[: flat.numel()])
         engine.destroy()
     assert trips == 1
     return sources, log
