@@ -404,7 +404,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
         """Lay out a group's gradient in its ring slot; None if the slot is on another device, or
         holds only a part of the gradient."""
-        if self.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT:
+        if self.host_optimizer.decided.places.handed_over is Place.IN_TRANSIT:
             return None
         slot, end = self.host_optimizer.coming_slot(group_idx), 0
         numel = self.host_optimizer.state.wholes[group_idx].master.numel()

@@ -42,7 +42,7 @@ class WeakEngine:
 class StreamThroughputTimer(ThroughputTimer):
     """DeepSpeed's timer, but it synchronizes the current stream in every step, not the device.
 
-    The device also runs copies beside the step (`transfers.beside_step`); waiting for them would
+    The device also runs copies beside the step (`zenflow.transfers.stream`); waiting for them would
     undo the overlap.
 
     Args:

@@ -109,8 +109,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/profiling.py:in_profile",
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
-        "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
-        "zenflow/transfers/given_weights.py:GivenWeights.are_",  # whether a dict is empty
+        "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/late_weights.py:",  # looks parameters up
         "adapter/zenflow_parts.py:_begin_backward",
@@ -122,7 +121,6 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:StepDriver.forget_gradients",
         "adapter/step.py:StepDriver.known_norms",
         "adapter/step.py:StepDriver.norms",
-        "zenflow/step/link.py:WorkerLink.start_copies",
         "zenflow/step/link.py:WorkerLink.complete",
     ),
     "waits as DeepSpeed's own method does; "
@@ -411,7 +409,7 @@ def test_all_ranks_have_the_same_error(
     require_same_errors(ended, name, at_least=0 if every > 1 else 30)
 
 
-ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/weight_upload.py:")
+ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/stream.py:Stream._uploaded")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def trained(
     with small_chunks(whole=whole):
         engine = make_engine(config, groups=two_groups)
         adam, losses = engine.optimizer.host_optimizer, []
-        assert adam.link.transfers.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
+        assert adam.decided.places.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
         for batch in batches(7 * accumulation, dist.get_rank()):
             losses += train(engine, [batch])
             if between is not None and engine.is_gradient_accumulation_boundary():
@@ -153,6 +153,3 @@ def test_a_checkpoint_does_not_know_of_it(loads_chunks: bool, tmp_path: Path) ->
         (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
     )
     assert failed_resumes(1, config, 2, 4, str(tmp_path), "sim", bodies) == []
-
-
-# -- while the interval is open --------------------------------------------------------------------
