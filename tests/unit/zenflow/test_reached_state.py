@@ -159,24 +159,3 @@ def test_what_has_no_meaning_is_refused_by_name_and_harms_nothing() -> None:
         in told["params"]
     )
     assert told["afterwards"] == ""
-
-
-def hooked(config: dict[str, Any]) -> list[float]:
-    """The step that the optimizer's hooks see, and how far p is from torch's there."""
-    pair, draw = Pair(config, "unused"), random.Random(1)
-    pair.begin()
-    seen: list[torch.Tensor] = []
-    pair.engine.optimizer.optimizer.register_step_post_hook(
-        lambda *_: seen.append(pair.ours.masters[0].clone())
-    )
-    found = []
-    for _ in range(5):
-        pair.step(draw)
-        found.append(float((seen[-1] - pair.theirs.masters[0]).abs().max()))
-    pair.engine.destroy()
-    return found
-
-
-def test_hooks_of_the_optimizer_see_the_step_that_they_follow() -> None:
-    (found,) = run_ranks(1, hooked, config_of(2, "predictive", torch.float32))
-    assert max(found) < 1e-5
