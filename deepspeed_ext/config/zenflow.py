@@ -209,8 +209,8 @@ class ZenFlowConfig(ConfigSection):
 
     def with_bf16_moments(self: SectionT) -> SectionT:
         """This section where DeepSpeed's ``bf16.bf16_optimizer_states`` is set: ``state_dtype`` is
-        bfloat16, unless it is given or the update rule does not read it."""
-        if "state_dtype" in self.model_fields_set or "state_dtype" not in OF_ONE_RULE[self.rule]:
+        bfloat16, unless it is given."""
+        if "state_dtype" in self.model_fields_set:
             return self
         return self.model_copy(update={"state_dtype": "bfloat16"})
 

@@ -172,7 +172,7 @@ class PredictiveSettings(RuleSettings):
         """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
 
         Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
-        `Estimator.predict`, to which y comes in parts, for others one. With Lion two, and a byte
+        `predict`, to which y comes in parts, for others one. With Lion two, and a byte
         for each sign. A kernel needs none, but whether it can run is not known before the run.
         """
         if not self.overlapped:

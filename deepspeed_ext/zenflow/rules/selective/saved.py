@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -37,13 +36,12 @@ class SelectivePartitionValues(PartitionValues):
     last: AdamStep | None = None
     cold_updates: int
 
-    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
-        yield from super().shapes(layout, block_size)
+    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
         if self.mean is not None:
-            yield Shape("mean", self.mean, self.on_host, FLOATS)
+            yield "mean", self.mean, self.on_host, FLOATS
         if (hot := self.hot_blocks) is not None:
             most = min(hot.numel(), self.on_host // block_size)
-            yield Shape("hot_blocks", hot, most, (torch.int64,))
+            yield "hot_blocks", hot, most, (torch.int64,)
 
     @property
     def is_behind(self) -> bool:

@@ -20,7 +20,6 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
 from tests.support.same import first_difference
-from tests.support.state_access import looking_on
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled()
@@ -49,7 +48,7 @@ def trained(
     with small_chunks(whole=whole):
         engine = make_engine(config, groups=two_groups)
         adam, losses = engine.optimizer.host_optimizer, []
-        assert adam.link.transfers.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
+        assert adam.decided.places.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
         for batch in batches(7 * accumulation, dist.get_rank()):
             losses += train(engine, [batch])
             if between is not None and engine.is_gradient_accumulation_boundary():
@@ -154,18 +153,3 @@ def test_a_checkpoint_does_not_know_of_it(loads_chunks: bool, tmp_path: Path) ->
         (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
     )
     assert failed_resumes(1, config, 2, 4, str(tmp_path), "sim", bodies) == []
-
-
-def looked_on(config: dict[str, Any]) -> list[str]:
-    with small_chunks():
-        return looking_on(config)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
-    config = zenflow_config(stage)
-    assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
-
-
-# -- while the interval is open --------------------------------------------------------------------
