@@ -34,10 +34,10 @@ def library_path() -> str | None:
 
 def _why_unusable(library: Path) -> str:
     """Why the library cannot be used; empty if it can."""
+    if not library.exists():
+        return f"{library} does not exist: deepspeed_ext was installed without a C++ compiler"
     try:
         NativeKernel(str(library), threads=1)
-    except FileNotFoundError:
-        return f"{library} does not exist: deepspeed_ext was installed without a C++ compiler"
     except (OSError, AttributeError) as error:
         return f"{library} does not load ({error})"
     return ""
