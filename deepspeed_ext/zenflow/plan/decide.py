@@ -232,7 +232,7 @@ class _Planner:
         """How much of each partition steps on the host: as given, measured later, or as little as
         fits beside what the accelerators hold."""
         layout = self.facts.layout
-        if not layout.counts_updates:
+        if not layout.steps_on_accelerator:
             return _Share(1.0, f"{layout.name} steps on the host")
         is_asked = ratio == "auto"
         if ratio is not None and ratio != "auto":

@@ -143,5 +143,5 @@ LION_STATE = StateLayout(
     per_block=("known", "int32"),
     passes=LionPasses,
     with_signs=True,
-    counts_updates=False,
+    steps_on_accelerator=False,
 )

@@ -159,7 +159,7 @@ class StateLayout:
         passes: its arithmetic.
         with_signs: whether that array holds, after one number, a sign bit for each element of the
             block.
-        counts_updates: whether a step depends on the number of updates.
+        steps_on_accelerator: whether whole blocks may step there (`OptimizerKind.step_rows`).
         moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each
             block (`rounding`).
     """
@@ -169,7 +169,7 @@ class StateLayout:
     per_block: tuple[str, str]
     passes: type[Passes]
     with_signs: bool = False
-    counts_updates: bool = True
+    steps_on_accelerator: bool = True
     moment_dtype: str = "float32"
 
     @property
