@@ -46,7 +46,7 @@ def prepare_kernels(
         known = kind.estimate(step, zeros(dtype, 0, blocks * width), block_size)
         kind.predict(known, w, y, g, step)
 
-    def step_share(first: int) -> None:
+    def step_rows(first: int) -> None:
         state = [zeros(getattr(torch, dtype)).view(blocks, -1) for _, dtype in layout.arrays]
         state += [zeros(torch.uint8, 0, blocks) for _ in layout.scales]
         g, w = (zeros(dtype, first).view(blocks, -1) for dtype in (gradient, of_weights))
@@ -57,7 +57,7 @@ def prepare_kernels(
     if Kernel.NORM in plan.kernels:
         calls += [partial(norm, dtype) for dtype in {of_weights, gradient}]
     if Kernel.STEP in plan.kernels:
-        calls += [partial(step_share, first) for first in firsts]
+        calls += [partial(step_rows, first) for first in firsts]
     if Kernel.ESTIMATE in plan.kernels:
         calls += [partial(estimate, first) for first in firsts]
     launch.prepare(device, block_size, calls, warns=warns)

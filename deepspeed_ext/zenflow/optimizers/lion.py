@@ -80,8 +80,8 @@ class LionKind(OptimizerKind):
             x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
             x.add_(torch.where(_signs(known[:, 1:], part.row), -lean, lean))
             update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
-            arrived = part.of(published).to(grad.device, non_blocking=True)
-            part.of(weights).copy_(x.copy_(arrived).add_(update))
+            y = part.of(published).to(grad.device, non_blocking=True)
+            part.of(weights).copy_(x.copy_(y).add_(update))
 
 
 def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:

@@ -30,9 +30,9 @@ from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
-from deepspeed_ext.zenflow.worker.kernel.moments import ShownMoments
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import FilePart, Span
+from deepspeed_ext.zenflow.worker.moments import ShownMoments
 
 __all__ = ["StateStore"]
 

@@ -17,7 +17,7 @@ from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.worker.kernel import moments
+from deepspeed_ext.zenflow.worker import moments
 from tests.support.memory_runs import (
     LARGEST,
     LAYERS,
