@@ -8,7 +8,7 @@ use (``()``: they call it). A test compares the list with DeepSpeed's source.
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from deepspeed_ext.adapter.upstream import Swap, ThroughputTimer, ops_module
@@ -57,5 +57,5 @@ def held_optimizers() -> list[Swap]:
     for place, held in STAND_INS.items():
         folder, name = place.split(".")
         module = getattr(ops_module, folder)
-        swaps.append(Swap(module, name, partial(held, getattr(module, name))))
+        swaps.append(Swap(module, name, update_wrapper(partial(held, getattr(module, name)), held)))
     return swaps
