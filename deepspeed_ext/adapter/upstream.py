@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import deepspeed.ops as ops_module
 import torch
-from deepspeed import ops as ops_module
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
