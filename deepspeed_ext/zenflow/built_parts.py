@@ -29,10 +29,10 @@ def prepare_kernels(
     of_weights, published, gradient = dtypes
     alignments = {launch.is_aligned(block_size, [part]) for part in weights}
     calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {of_weights, gradient})]
-    if plan.steps_there:
+    if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
         stepped = gradient, of_weights
         calls.append(kind.step_kernels(device, block_size, stepped, alignments))
-    if plan.estimates_there:
+    if plan.computes_there and plan.rule.estimates:
         estimated = of_weights, published, gradient
         calls.append(kind.estimate_kernels(device, block_size, estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)

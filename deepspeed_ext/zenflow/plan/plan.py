@@ -220,13 +220,3 @@ class ZenFlowPlan:
     def has_heads(self) -> bool:
         """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)
-
-    @property
-    def steps_there(self) -> bool:
-        """Whether steps of blocks run on the accelerator."""
-        return self.has_heads or (self.rule.steps_beside_worker and self.computes_there)
-
-    @property
-    def estimates_there(self) -> bool:
-        """Whether estimates run on the accelerator."""
-        return self.rule.estimates and self.computes_there

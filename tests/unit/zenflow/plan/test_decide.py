@@ -283,24 +283,6 @@ def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() ->
     assert plan_of(facts_of(one_rank(1 << 20))).chunks.slots == 0
 
 
-@pytest.mark.parametrize(
-    ("config", "steps", "estimates"),
-    [
-        ({}, False, True),
-        ({"overlap_step": False}, False, False),
-        ({"gradients_on_host": True}, False, False),
-        (SELECTIVE, True, False),
-    ],
-)
-def test_what_is_computed_on_the_accelerator(
-    config: dict[str, Any], steps: bool, estimates: bool
-) -> None:
-    plan = plan_of(facts_of(one_rank(MIB)), **config)
-    assert (plan.steps_there, plan.estimates_there) == (steps, estimates)
-    if not config:
-        assert plan_of(facts_of(one_rank(MIB)), host_share=0.5).steps_there
-
-
 # -- the host --------------------------------------------------------------------------------------
 
 
