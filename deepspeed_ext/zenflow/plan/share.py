@@ -27,7 +27,6 @@ from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
-    "LEAST_GAINED",
     "MEASURED_STEPS",
     "SETTLING_STEPS",
     "UNITS",
