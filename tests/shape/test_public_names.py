@@ -44,7 +44,7 @@ FIELDS = {
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores",
     "ZenFlowConfig": "async_save autotune block_size full_warm_up_rounds "
-    "gradients_on_host offload offload_reserve_fraction "
+    "gradients_on_host offload_reserve_fraction "
     "overlap_step prediction_error_factor pt_reserved_cores "
     "select_interval select_strategy state_dtype "
     "topk_ratio update_interval update_rule "
