@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.worker.arena import Arena
 
@@ -54,11 +54,10 @@ def prepare_kernels(
 
     firsts = {0 if launch.is_aligned(block_size, [part]) else 1 for part in weights}
     calls: list[Callable[[], None]] = []
-    if Kernel.NORM in plan.kernels:
-        calls += [partial(norm, dtype) for dtype in {of_weights, gradient}]
-    if Kernel.STEP in plan.kernels:
+    calls += [partial(norm, dtype) for dtype in {of_weights, gradient}]
+    if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
         calls += [partial(step_rows, first) for first in firsts]
-    if Kernel.ESTIMATE in plan.kernels:
+    if plan.computes_there and plan.rule.estimates:
         calls += [partial(estimate, first) for first in firsts]
     launch.prepare(device, block_size, calls, warns=warns)
 

@@ -18,7 +18,6 @@ from deepspeed_ext.zenflow.built_parts import prepare_kernels
 from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
-from deepspeed_ext.zenflow.plan.plan import Kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 
 BACKENDS = {
@@ -83,12 +82,14 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
 ) -> None:
     """Lengths, offsets and numbers are all different, 1 and multiples of 16 among them: one variant
     for each kernel's dtypes and alignment, and the engine's start has made them all."""
-    kernels = frozenset(Kernel)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     for dtype in ("float32", "int8"):
         kind: Any = AdamKind(optimizer, ZenFlowConfig(state_dtype=dtype))
         plan: Any = SimpleNamespace(
-            rule=SimpleNamespace(block_size=32), dtypes=Dtypes(*["bfloat16"] * 4), kernels=kernels
+            rule=SimpleNamespace(block_size=32, estimates=True),
+            dtypes=Dtypes(*["bfloat16"] * 4),
+            has_heads=True,
+            computes_there=True,
         )
         prepare_kernels(plan, kind, [flat(64, 0), flat(64, 1)], warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
