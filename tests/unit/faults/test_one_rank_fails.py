@@ -81,6 +81,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine.backward",
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
         "adapter/reached_state.py:Evaluation.end",
+        "adapter/reached_state.py:ReachedState.settle",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
         "flatten/tiers.py:broadcasts",
@@ -102,7 +103,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
     ),
     "cannot fail, and is around code with collectives": (
-        "runtime/profiling.py:in_profile",
+        "runtime/timing.py:in_profile",
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
