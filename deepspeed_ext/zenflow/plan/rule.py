@@ -13,7 +13,6 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
     DTYPE_BYTES,
-    HOST_CHUNK_NUMEL,
     ROUNDED_CHUNK_NUMEL,
     StateLayout,
     chunk_of,
@@ -29,25 +28,23 @@ __all__ = [
 ]
 
 FLOAT_BYTES = DTYPE_BYTES["float32"]
-_ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
-"""Temporaries per element while torch operations round its moments at random, by their dtype: three
-numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
+_ROUNDING_BYTES = {"float32": 0, "bfloat16": 2 * FLOAT_BYTES + 24, "int8": 2 * FLOAT_BYTES + 42}
+"""Temporaries per element while torch operations round its moments at random, by their dtype: both
+in fp32, and three numbers of 8 bytes; or two, and the fp32 numbers of which a code is made."""
 _SIGN_BYTES = 1
 
 
 @dataclass(frozen=True)
 class RuleBytes:
-    """Bytes that a rule takes for a partition.
+    """Bytes that a rule takes for a partition, where its gradients are.
 
     Attributes:
-        kept: kept on the accelerator besides the weights, by kind.
-        kept_on_host: kept on the host, outside the arena.
+        kept: kept besides the weights, by kind.
         saved: size of each tensor in a checkpoint, besides the arena.
         step: maximum temporaries while the weights are computed.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
-    kept_on_host: int = 0
     saved: tuple[int, ...] = ()
     step: int = 0
 
@@ -59,68 +56,59 @@ class RuleSettings(ABC):
     Attributes:
         limits: why the rule runs only Adam with fp32 moments, on data-parallel ranks, and with no
             share on the accelerator; empty: it has none of these limits.
+        steps_beside_worker: whether the rule steps blocks where the gradients are, and so predicts
+            nothing.
+        overlapped: whether steps after the warm-up are overlapped.
+        warm_up_steps: synchronous steps at the start; None: the schedule chooses.
+        block_size: elements per block; the worker splits its work at block boundaries.
+        layout: the optimizer's state.
+        warning: what the user should know of the settings; None: nothing.
     """
 
     limits: ClassVar[str] = ""
+    steps_beside_worker: ClassVar[bool] = False
 
     overlapped: bool
-    """Whether steps after the warm-up are overlapped."""
     warm_up_steps: int | None
-    """Synchronous steps at the start; None: the schedule chooses."""
     block_size: int = field(kw_only=True)
-    """Elements per block; the worker splits its work at block boundaries."""
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
-    """The optimizer's state."""
-
     warning: str | None = field(default=None, kw_only=True)
-    """What the user should know of the settings; None: nothing."""
 
     @abstractmethod
-    def slots(self, source: Source) -> int:
-        """Slots of a partition's gradients, which they take in turn."""
-
-    @property
-    @abstractmethod
-    def estimates(self) -> bool:
-        """Whether a step may compute weights from y and an estimate."""
-
-    @property
-    @abstractmethod
-    def steps_beside_worker(self) -> bool:
-        """Whether the rule steps blocks where the gradients are."""
-
-    @abstractmethod
-    def per_block(self, places: Places) -> PerBlock | None:
-        """The rule's per-block array; None: it reads none."""
-
-    @abstractmethod
-    def nbytes(
-        self,
-        numel: int,
-        weights_bytes: int = 0,
-        *,
-        y_bytes: int = 0,
-        in_place: bool = False,
-    ) -> RuleBytes:
+    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """The bytes that the rule takes for a partition.
 
         Args:
-            weights_bytes: bytes of an element of the weights.
-            y_bytes: bytes of an element of y.
+            item: bytes of an element of the weights and of y.
             in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
                 parts.
         """
+
+    @property
+    def estimates(self) -> bool:
+        """Whether a step may compute weights from y and an estimate."""
+        return self.overlapped and not self.steps_beside_worker
+
+    def slots(self, source: Source) -> int:
+        """Slots of a partition's gradients, which they take in turn."""
+        return slots_at(source) if self.overlapped else 1
+
+    def per_block(self, places: Places) -> PerBlock | None:
+        """The array that estimates are made from, copied to the accelerator if they are made
+        there; None: nothing is estimated."""
+        goes_there = places.gradient is Place.ACCELERATOR
+        return PerBlock(*self.layout.per_block, exchanged=goes_there) if self.estimates else None
+
+    @property
+    def per_block_width(self) -> int:
+        """Elements of the per-block array for one block."""
+        return self.layout.per_block_width(self.block_size)
 
     def head_bytes(self, numel: int) -> int:
         """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
         moments in their own dtype, and a byte for each scale of codes."""
         scales = len(self.layout.scales) * (numel // self.block_size)
         return sum(DTYPE_BYTES[dtype] for _, dtype in self.layout.arrays) * numel + scales
-
-    @property
-    def per_block_width(self) -> int:
-        """Elements of the per-block array for one block."""
-        return self.layout.per_block_width(self.block_size)
 
 
 def slots_at(source: Source) -> int:
@@ -135,7 +123,7 @@ def slots_at(source: Source) -> int:
 
 @dataclass(frozen=True)
 class PredictiveSettings(RuleSettings):
-    """Settings of the predictive rule."""
+    """Settings of the predictive rule and of the exact one, which never overlaps."""
 
     prediction_error_factor: float
     """0: no guard."""
@@ -151,61 +139,30 @@ class PredictiveSettings(RuleSettings):
             layout=layout,
         )
 
-    def slots(self, source: Source) -> int:
-        return slots_at(source) if self.overlapped else 1
-
-    @property
-    def estimates(self) -> bool:
-        return self.overlapped
-
-    @property
-    def steps_beside_worker(self) -> bool:
-        return False
-
-    def per_block(self, places: Places) -> PerBlock | None:
-        """What the estimate is made from, copied to the accelerator if estimates run there."""
-        goes_there = places.gradient is Place.ACCELERATOR
-        return PerBlock(*self.layout.per_block, exchanged=goes_there) if self.overlapped else None
-
-    def nbytes(
-        self,
-        numel: int,
-        weights_bytes: int = 0,
-        *,
-        y_bytes: int = 0,
-        in_place: bool = False,
-    ) -> RuleBytes:
-        """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
+    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
+        """Kept: 1 / d_b of each block. With signs, the signs and means of m.
 
         Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
-        `Estimator.predict`, to which y comes in parts, for others one. With Lion two, and a byte
+        `Estimator.predict`, to which y comes in parts, for others one. With signs two, and a byte
         for each sign. A kernel needs none, but whether it can run is not known before the run.
         """
         if not self.overlapped:
             return RuleBytes()
-        remembered = "signs and means" if self.layout.with_signs else "derived denominators"
+        signs = self.layout.with_signs
         entries = -(-numel // self.block_size) * self.per_block_width
-        kept = {remembered: FLOAT_BYTES * entries}
+        kept = {"signs and means" if signs else "derived denominators": FLOAT_BYTES * entries}
         chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
-        y = 0 if in_place else chunk * y_bytes
-        factor = FLOAT_BYTES * -(-chunk // self.block_size)
-        if self.layout.with_signs:
-            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else y_bytes))
-            return RuleBytes(kept, saved=tuple(kept.values()), step=step)
-        narrow = weights_bytes < FLOAT_BYTES
-        step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(y, factor)
-        return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+        y, factor = chunk * (0 if in_place else item), FLOAT_BYTES * -(-chunk // self.block_size)
+        floats = 2 if signs else 3 if item < FLOAT_BYTES else 1
+        others = max(chunk * _SIGN_BYTES, y) if signs else max(y, factor)
+        return RuleBytes(kept, tuple(kept.values()), floats * FLOAT_BYTES * chunk + others)
 
 
-def head_step_bytes(
-    numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
-) -> int:
+def head_step_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE) -> int:
     """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two
-    fp32 arrays of one chunk, and three numbers per block."""
-    at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
+    fp32 arrays of one chunk, what rounding takes, and three numbers per block."""
+    rounds = layout.moment_dtype != "float32"
+    at_once = ROUNDED_CHUNK_NUMEL if rounds else ACCELERATOR_CHUNK_NUMEL
     chunk = min(numel, chunk_of(at_once, block_size))
-    if layout.moment_dtype != "float32":  # and both moments in fp32
-        chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
-        per_element = 4 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]
-        return per_element * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
-    return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
+    per_element = 2 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]
+    return per_element * chunk + 3 * FLOAT_BYTES * (chunk // block_size)

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.places import Places, Source
 from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -28,6 +27,7 @@ class SelectiveSettings(RuleSettings):
     """Settings of the selective rule, which runs Adam only. It collects the gradients of an
     interval by itself and hands over their mean; the worker sees one gradient."""
 
+    steps_beside_worker = True  # hot blocks
     limits: ClassVar[str] = (
         "hot blocks step on the accelerator in place of a share, with fp32 moments of Adam, and "
         "each data-parallel group chooses its own; the predictive rule has none of these limits"
@@ -38,7 +38,6 @@ class SelectiveSettings(RuleSettings):
     topk_ratio: float
     select_every_steps: int
     """Optimizer steps between two selections, a multiple of `interval`; 0: select only once."""
-    keeps_hot_on_host: bool
 
     @classmethod
     def of(
@@ -64,48 +63,18 @@ class SelectiveSettings(RuleSettings):
             interval=interval,
             topk_ratio=config.topk_ratio,
             select_every_steps=_in_intervals(steps, interval),
-            keeps_hot_on_host=config.offload,
             warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
         )
 
-    def slots(self, source: Source) -> int:
-        return 2 if self.overlapped and source is not Source.COPY else 1
-
-    @property
-    def estimates(self) -> bool:
-        return False
-
-    @property
-    def steps_beside_worker(self) -> bool:
-        """True: hot blocks."""
-        return True
-
-    def per_block(self, places: Places) -> None:
-        """None: nothing is estimated."""
-
-    def nbytes(
-        self,
-        numel: int,
-        weights_bytes: int = 0,
-        *,
-        y_bytes: int = 0,
-        in_place: bool = False,
-    ) -> RuleBytes:
+    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """Kept: p, m, v and the numbers of the hot blocks, and the mean of the interval's
-        gradients. A step takes the gradient and weights of the hot blocks, and their state, if that
-        is on the host."""
+        gradients. A step takes the gradient and weights of the hot blocks."""
         blocks = math.ceil(self.topk_ratio * (numel // self.block_size))
         hot, numbers = blocks * self.block_size, blocks * _NUMBER_BYTES
-        state, on_host = hot * _STATE_BYTES, self.keeps_hot_on_host
-        mean = numel * weights_bytes if self.interval > 1 else 0
-        kept = {"hot blocks": numbers + (0 if on_host else state), "mean gradient": mean}
-        step = head_step_bytes(hot, self.block_size) + 2 * hot * weights_bytes
-        return RuleBytes(
-            kept,
-            kept_on_host=state if on_host else 0,
-            saved=(numbers, mean),
-            step=step + (state if on_host else 0),
-        )
+        mean = numel * item if self.interval > 1 else 0
+        kept = {"hot blocks": numbers + hot * _STATE_BYTES, "mean gradient": mean}
+        step = head_step_bytes(hot, self.block_size) + 2 * hot * item
+        return RuleBytes(kept, (numbers, mean), step)
 
 
 _UNKNOWN_EPOCH = (
