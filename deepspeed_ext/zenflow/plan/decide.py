@@ -27,8 +27,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Wait,
 )
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, Reason, ZenFlowPlan, head_of
-from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.plan.rules import settings_of
+from deepspeed_ext.zenflow.plan.rule import RuleSettings, settings_of
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
     UNITS,

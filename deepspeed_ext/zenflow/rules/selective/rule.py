@@ -28,7 +28,7 @@ import torch
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.rules.selective.saved import (
     SelectivePartitionValues,
     recorrect,

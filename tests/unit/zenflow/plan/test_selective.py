@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 
 BLOCK, NUMEL, HOT = 32, 10 * 32 + 5, 3
 """3 of 10 whole blocks are hot: a quarter, rounded up."""
