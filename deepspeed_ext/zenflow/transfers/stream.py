@@ -215,6 +215,11 @@ class Stream:
         if older is not None:
             older.synchronize()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether `free` may have to wait."""
+        return bool(self._awaited or self._passed)
+
     def free(self, index: int, span: Span, within: Patience) -> None:
         """Wait until the worker has read the gradient of `span`, so that the next one may take its
         place; on this rank alone.
@@ -222,12 +227,11 @@ class Stream:
         Raises:
             WorkerError: the worker has failed.
         """
-        if self._awaited or self._passed:
-            self.complete(within, [(index, span)])
-            for key in self.chunks.touched([(index, span)]):
-                if (passed := self._passed.pop(key, None)) is not None:
-                    assert self._courier is not None
-                    self._courier.wait_for(passed, within)
+        self.complete(within, [(index, span)])
+        for key in self.chunks.touched([(index, span)]):
+            if (passed := self._passed.pop(key, None)) is not None:
+                assert self._courier is not None
+                self._courier.wait_for(passed, within)
 
     # -- the way to the worker, and back -----------------------------------------------------------
 
