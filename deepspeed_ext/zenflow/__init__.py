@@ -69,6 +69,6 @@ holds the two rules, `predictive` and `selective`. `transfers` holds what the st
 `kernels` the arithmetic on the accelerator. `worker` holds the
 optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic over host
 memory. `plan` decides what lives where, from facts that `agreement` exchanges between ranks;
-`start` builds exactly that. `step.supported` checks the config. `deepspeed_ext.checkpoint` saves,
+`start` builds exactly that. `deepspeed_ext.checkpoint` saves,
 checks and restores the state.
 """

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_ext.adapter.refusals import require_supported
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.commands.memory.setup import Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.step.supported import require_section
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
@@ -55,7 +55,7 @@ def read_config(path: str, ranks: int) -> FileSettings:
     config = read_json(path)
     section = section_of(config, "zero_optimization")
     zero = ZeroConfig(**section)
-    require_section(zero)
+    require_supported(zero)
     _require_known(zero, section, config)
     dtype, notes = _dtype(config)
     optimizer = section_of(config, "optimizer")
