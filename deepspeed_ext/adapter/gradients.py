@@ -51,9 +51,8 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
         exceeds 1e19 in magnitude; NaN if an element is NaN.
     """
     flat, exact = tensor.detach().reshape(-1), norm_dtype()
-    if flat.numel() < _ROW:
+    if not (whole := flat.numel() // _ROW * _ROW):
         return torch.linalg.vector_norm(flat, dtype=torch.float32).to(exact).view(1)
-    whole = flat.numel() // _ROW * _ROW
     rows = flat[:whole].view(-1, _ROW)
     # On the CPU torch converts 16-bit input before it
     # reduces; pieces keep the converted copy in the cache.
