@@ -215,11 +215,6 @@ class Stream:
         if older is not None:
             older.synchronize()
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether `free` may have to wait."""
-        return bool(self._awaited or self._passed)
-
     def free(self, index: int, span: Span, within: Patience) -> None:
         """Wait until the worker has read the gradient of `span`, so that the next one may take its
         place; on this rank alone.
@@ -437,9 +432,9 @@ class Stream:
 
     @property
     def are_due(self) -> bool:
-        """Whether any weights are on their way, or some stream may have to wait for their
-        copies."""
-        return bool(self._awaited or self._used)
+        """Whether any weights are on their way or any gradient is still read, or some stream may
+        have to wait for copies."""
+        return bool(self._awaited or self._used or self._passed)
 
     def complete(
         self, within: Patience | None, parts: Iterable[tuple[int, Span]] | None = None

@@ -117,8 +117,8 @@ def test_a_lap_that_comes_late_belongs_to_its_own_step(forgets: str) -> None:
     metrics.note_worker(2.0, gradients=1)
     metrics.end_step(synchronous=False)
     assert metrics.overlap == 1 - 0.5 / 4.0
-    past = metrics._alike
-    assert [list(each) for each in (past.wait, past.gather, past.inside)] == [[0.5], [0.25], [1.5]]
+    past = [list(metrics._alike[part]) for part in ("wait", "gather", "inside")]
+    assert past == [[0.5], [0.25], [1.5]]
 
 
 def test_a_lap_that_has_not_arrived_changes_nothing() -> None:
@@ -142,7 +142,7 @@ def test_what_only_publishes_again_counts_as_hidden_but_not_as_typical(gradients
     metrics = Metrics()
     metrics.note_worker(2.0, gradients)
     assert metrics.worker_seconds == 2.0
-    assert list(metrics._alike.worker) == [2.0] * gradients
+    assert list(metrics._alike["worker"]) == [2.0] * gradients
 
 
 @pytest.mark.cpu(reason="on a device the times of a step are known a step later")
