@@ -17,16 +17,15 @@ from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
-from deepspeed_ext.runtime import builds
-from deepspeed_ext.runtime.device_queues import single_queue
+from deepspeed_ext.runtime.files import abandoned_locks, operator_folder
 from deepspeed_ext.runtime.launch import plan_launch
+from deepspeed_ext.runtime.log import counted, one_line
 from deepspeed_ext.runtime.proc import (
     available_host_bytes,
     format_cpulist,
     read_cpu_quota_cores,
     total_host_bytes,
 )
-from deepspeed_ext.runtime.words import counted, one_line
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
 
@@ -115,7 +114,7 @@ def _accelerator() -> Any:
 
 
 def check_accelerator() -> Finding:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory, single_queue
 
     accelerator = _accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
@@ -189,14 +188,14 @@ def check_adam_kernel() -> Finding:
 def check_operator_cache() -> Finding:
     """Check for locks of killed builds, for which every later process would wait forever,
     silently."""
-    if locks := builds.abandoned_locks():
+    if locks := [lock for lock, _ in abandoned_locks()]:
         operators = ", ".join(lock.parent.name for lock in locks)
         return (
             f"a build of {operators} was killed: its lock stays, and the next one waits for it",
-            f"rm {shlex.join(map(str, locks))}, unless another host builds it now",
+            f"rm {shlex.join(map(str, locks))}, unless it is being built now",
             PROBLEM,
         )
-    return f"{builds.operator_folder()}, no old build locks", ""
+    return f"{operator_folder()}, no old build locks", ""
 
 
 def check_host_memory() -> Finding:
@@ -246,20 +245,20 @@ def check_shared_memory() -> Finding:
 
 def check_cores() -> Finding:
     topology = read_topology()
-    found = find_allowed(topology)
-    cores = usable_cores(topology, found.cpus)
+    allowed, warnings = find_allowed(topology)
+    cores = usable_cores(topology, allowed)
     quota = read_cpu_quota_cores()
     nodes = {core.node for core in cores}
     detail = (
-        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
+        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(allowed)}), "
         f"{counted(len(nodes), 'NUMA node')}"
     )
-    if quota is not None and quota < len(found.cpus):
+    if quota is not None and quota < len(allowed):
         raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
         limited = f"a quota of {quota:g} cores of CPU time"
         return f"{detail}; {limited}", f"plans use no more cores than the quota; {raised}"
-    if found.warnings:
-        return f"{detail}; {found.warnings[0]}", "see the message"
+    if warnings:
+        return f"{detail}; {warnings[0]}", "see the message"
     if len(cores) < 2:
         shares = "PyTorch and the optimizer share one core"
         return detail, f"{shares}: give the job at least two per rank"
