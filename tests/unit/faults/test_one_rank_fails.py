@@ -102,7 +102,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
     ),
     "cannot fail, and is around code with collectives": (
-        "runtime/profiling.py:in_profile",
+        "runtime/timing.py:in_profile",
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
