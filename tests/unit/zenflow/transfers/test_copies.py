@@ -143,7 +143,7 @@ def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
     return arrived[0], arrived[1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, "sim"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_late_gradient_arrives_whole(kind: str, device: str) -> None:
     assert run_ranks(1, copied_down, kind, 1 << 24, None, device=device) == [(True, True)]
