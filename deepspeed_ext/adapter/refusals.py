@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.rules import limits_of
+from deepspeed_ext.zenflow.plan.rule import limits_of
 from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_CODED_BLOCK
 
 __all__ = ["require_compilable", "require_supported"]

@@ -25,7 +25,7 @@ from deepspeed_ext.config import ZenFlowConfig, ZeroFields, given_of_the_other_r
 from deepspeed_ext.config.file import read_json, require_fields, shown
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.facts import Ratio
-from deepspeed_ext.zenflow.plan.rules import limits_of
+from deepspeed_ext.zenflow.plan.rule import limits_of
 
 __all__ = ["REPLACED", "Config", "ZeroConfig"]
 

@@ -133,8 +133,8 @@ class ZenFlowConfig(ConfigSection):
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
     step: in each partition those with the largest sum of absolute gradients. Costs about 12 bytes
-    of accelerator memory per hot parameter (see ``offload``), and with ``update_interval`` above 1
-    the mean gradient of the partition, where its gradients are (see ``gradients_on_host``)."""
+    of accelerator memory per hot parameter (of host memory with ``gradients_on_host``), and with
+    ``update_interval`` above 1 the mean gradient of the partition, in the same place."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps.
@@ -147,10 +147,6 @@ class ZenFlowConfig(ConfigSection):
     up to whole update intervals. At a selection their state moves between host and accelerator, and
     the step waits for the worker. Not given: 16 steps, but at least four update intervals
     (``auto``), or one epoch (``epoch``)."""
-
-    offload: bool = False
-    """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer
-    each way per step."""
 
     _retired = PrivateAttr()
 
@@ -204,6 +200,7 @@ RETIRED = {
     "select_block_size": "blocks have zenflow.block_size elements",
     "overlap_lag": "results are applied in the next step",
     "auto_ratio": "update_interval is 4, unless it is given",
+    "offload": "hot blocks are where the gradients are (gradients_on_host)",
     "update_rule": '"measured" means not given',
     "update_interval": '"measured" means not given',
     "hide_transfers": "the plan decides when copies run",
@@ -229,7 +226,7 @@ _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
-    "selective": CHOOSES_SELECTIVE | {"update_interval", "offload"},
+    "selective": CHOOSES_SELECTIVE | {"update_interval"},
     "exact": _EXACT,
 }
 """Fields that not every rule reads, by the rules that do."""

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.worker.arena import Arena
 
@@ -28,13 +28,11 @@ def prepare_kernels(
     dtypes = (getattr(torch, name) for name in (names.weights, names.published, names.gradient))
     of_weights, published, gradient = dtypes
     alignments = {launch.is_aligned(block_size, [part]) for part in weights}
-    calls: list[Iterable[Callable[[], object]]] = []
-    if Kernel.NORM in plan.kernels:
-        calls.append(prepare.norms(device, {of_weights, gradient}))
-    if Kernel.STEP in plan.kernels:
+    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {of_weights, gradient})]
+    if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
         stepped = gradient, of_weights
         calls.append(kind.step_kernels(device, block_size, stepped, alignments))
-    if Kernel.ESTIMATE in plan.kernels:
+    if plan.computes_there and plan.rule.estimates:
         estimated = of_weights, published, gradient
         calls.append(kind.estimate_kernels(device, block_size, estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)

@@ -34,7 +34,7 @@ from deepspeed_ext.commands.memory.model import read_shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.heads import Heads
@@ -77,7 +77,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "zenflow": {**SELECTIVE, "gradients_on_host": True}
     },
     "selective, interval 2": {"zenflow": SELECTIVE},
-    "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
 }
 """Fields of ``zero_optimization``."""
 

@@ -12,7 +12,7 @@ from deepspeed_ext.commands.memory.model import Shape, typical
 from deepspeed_ext.commands.memory.plan import Capacity, MemoryPlan, added_up, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.commands.memory.ways import inexactness, name_of, ways
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
@@ -167,7 +167,7 @@ def _as_measured(question: Question, setup: Setup) -> ZenFlowPlan:
     if total is None:
         return now
     lanes = lanes_on(question.machine, question.model, question.ranks, setup, now)
-    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), 0.0, _CONTENTION)
+    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
     reserve = max(GPU_RESERVE, round(total * setup.zenflow.offload_reserve_fraction))
     room = total - reserve - _of_gpu(question, plan)
     share, _ = chosen_share(now, [(times, least_units(now, room))])

@@ -26,8 +26,8 @@ class Machine:
 
     Attributes:
         link: bytes per second between one GPU and its host, each way, both ways at once.
-        host: bytes per second of a host's memory, for all its ranks together; reads and writes
-            count alike.
+        host: bytes per second that passes move in a host's memory, for all its ranks together,
+            while copies run beside them; reads and writes count alike.
         flops: floating-point operations per second that a GPU sustains in forward and backward.
         of_rank: bytes per second of host memory that one rank's cores move at most.
         per_token: operations per parameter and token.
@@ -100,5 +100,5 @@ def lanes_on(
     item = model.itemsize
     copied = FLOAT_BYTES + item if item < FLOAT_BYTES else 0
     down, up = FLOAT_BYTES * numel / machine.link, item * numel / machine.link
-    passed = (7 * FLOAT_BYTES + copied + FLOAT_BYTES + item) * numel / host
+    passed = (7 * FLOAT_BYTES + copied) * numel / host
     return Lanes(down, up, passed, passed + (0.0 if on_host else up), max(down, fetched))

@@ -10,8 +10,7 @@ from deepspeed_ext.commands.memory.zero import Zero
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 from deepspeed_ext.zenflow.plan.facts import RankFacts
-from deepspeed_ext.zenflow.plan.held import Held
-from deepspeed_ext.zenflow.plan.phases import Holder, Part, Phase, nbytes_of, parts_within
+from deepspeed_ext.zenflow.plan.held import Held, Holder, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 

@@ -12,7 +12,7 @@ from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.plan.decide import decide
-from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts, reducing_bytes
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -23,6 +23,8 @@ __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage"]
 FLOAT_BYTES = 4
 Stage = Literal[1, 2, 3]
 _PARTITIONS_WEIGHTS = 3
+_LISTED = 32
+"""Most equal partitions that are planned one by one, to the byte."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Setup:
         if not self.partitions_weights or not 0 < self.sub_group_size < numel:
             return [Run(numel, 1)]
         whole, rest = divmod(numel, self.sub_group_size)
-        return [Run(self.sub_group_size, whole), *([Run(rest, 1)] if rest else [])]
+        size, few = self.sub_group_size, whole <= _LISTED
+        equal = [Run(size)] * whole if few else [Run(size, whole)]
+        return [*equal, *([Run(rest)] if rest else [])]
 
     def partition_numel(self, model: Model, ranks: Ranks) -> int:
         """Elements of all partitions of a rank."""
@@ -123,13 +127,16 @@ class Setup:
 
     def caller(self, model: Model, ranks: Ranks) -> Caller:
         """The ZeRO optimizer around ZenFlow."""
+        dtypes = model.dtype, self.accumulation_dtype(model)
+        buckets = [self.reduce_bucket_size] * (self.bucket // self.reduce_bucket_size)
+        shards = ranks.count if self.partitions_weights else 0
+        reducing = reducing_bytes(*dtypes, buckets, model.params, model.largest, shards)
         return Caller(
-            model.dtype,
-            self.accumulation_dtype(model),
+            *dtypes,
             self.weights,
             takes_gradients=self.stage != 1,
             partitions_weights=self.partitions_weights,
-            bucket_bytes=model.itemsize * self.bucket,
+            bucket_bytes=reducing,
             ranks=ranks.count,
         )
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Run, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
-from deepspeed_ext.zenflow.plan.held import passing
-from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
+from deepspeed_ext.zenflow.plan.held import Memory, Moments, Part, Phase, passing
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
@@ -192,13 +191,8 @@ class Zero:
         return built
 
     def _of_host(self) -> Mapping[Phase, Moments]:
-        setup, w, most, whole, built = (
-            self.setup,
-            self.w,
-            self.most,
-            self.is_whole,
-            self._built_here,
-        )
+        setup, w, most = self.setup, self.w, self.most
+        whole, built = self.is_whole, self._built_here
         starting: dict[str, list[Part]] = {}
         if not whole:
             starting["defragmentation"] = [_here(w * self.n)]

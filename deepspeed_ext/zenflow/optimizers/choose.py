@@ -9,7 +9,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.plan.rules import limits_of
+from deepspeed_ext.zenflow.plan.rule import limits_of
 
 __all__ = ["LAYOUTS", "kind_of"]
 

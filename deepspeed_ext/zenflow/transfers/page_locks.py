@@ -67,7 +67,7 @@ class PageLocks:
                 remedy = remedy_for_refused(error, limit, has_host_memory(), without=name)
                 warn_once(
                     f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: "
-                    f"copies to and from the accelerator are slower. {remedy}"
+                    f"copies take 3 to 6 times as long (an H200's), and steps wait. {remedy}"
                 )
                 return
             self._locked[begin] = tensor

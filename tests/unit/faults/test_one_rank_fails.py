@@ -81,6 +81,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine.backward",
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
         "adapter/reached_state.py:Evaluation.end",
+        "adapter/reached_state.py:ReachedState.settle",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
         "flatten/tiers.py:broadcasts",

@@ -97,4 +97,4 @@ def test_temporaries_are_two_arrays_and_the_signs_or_y(in_place: bool, nbytes: i
     """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from
     the host."""
     settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1), layout=lion().layout)
-    assert settings.nbytes(1000, 2, y_bytes=2, in_place=in_place).step == 1000 * nbytes
+    assert settings.nbytes(1000, 2, in_place=in_place).step == 1000 * nbytes

@@ -50,12 +50,6 @@ RULES: dict[str, dict[str, Any]] = {
         "update_interval": 2,
         "select_interval": 4,
     },
-    "selective, hot state on the host": {
-        "topk_ratio": 0.1,
-        "update_interval": 2,
-        "select_interval": 4,
-        "offload": True,
-    },
 }
 SELECTIVE = RULES["selective"]
 KINDS = ("inside", "beside")
