@@ -67,7 +67,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(("slots", plan.chunks.slots, len(transfers._slots)))
     parts = [] if adam.state.heads is None else adam.state.heads._parts
-    share = sum(tensor.nbytes for part in parts for tensor in part.state)
+    share = sum(values.nbytes for part in parts for values, _ in part)
     said.append(("share", plan.head_bytes, share))
     engine.destroy()
     return plan, [
