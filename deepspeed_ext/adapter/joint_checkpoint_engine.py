@@ -19,6 +19,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.adapter.saved_checkpoint import MODEL_FILES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import (
     ROOM,
@@ -176,7 +177,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         what = f"checkpoint {info.tag!r} was not saved"
         with _all(self._ranks, what):
             self.kept.raise_here()  # an error from creating the folder of all tags
-            folder = CheckpointFolder(info.save_dir, info.tag, self._save_id)
+            folder = CheckpointFolder(info.save_dir, info.tag, MODEL_FILES, self._save_id)
             folder.require_savable()
         try:
             self._recover(folder)
@@ -392,7 +393,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if tag is None:
             return None
         with together(self._ranks, CheckpointError):
-            folder = CheckpointFolder(load_dir, tag)
+            folder = CheckpointFolder(load_dir, tag, MODEL_FILES)
         self._recover(folder)
         with together(self._ranks, CheckpointError):
             if self._leads:

@@ -24,6 +24,7 @@ from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted
 from deepspeed_ext.runtime.proc import format_cpulist
 
 __all__ = [
+    "MODEL_FILES",
     "MASTER",
     "ZERO_STAGE_WEIGHTS",
     "SavedCheckpoint",
@@ -35,8 +36,10 @@ __all__ = [
 MASTER = "fp32"
 """Name of p among the tensors of a partition; the others are named as in the optimizer's state."""
 _OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-_WHOLE_MODEL = "mp_rank_00_model_states.pt"
+MODEL_FILES = "model_states.pt"
+"""The end of the names of files with a model."""
+_PARTITIONED_MODEL = f"zero_pp_rank_{{rank}}_mp_rank_00_{MODEL_FILES}"
+_WHOLE_MODEL = f"mp_rank_00_{MODEL_FILES}"
 ZERO_STAGE_WEIGHTS = 3
 _SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 

@@ -52,8 +52,8 @@ _RESERVED = ".dsext-"
 
 _TAKEN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """What DeepSpeed names in the folder of all tags; no tag may have such a name."""
-_STATES, _MODEL_STATES = "_states.pt", "model_states.pt"
-"""Ends of the names of DeepSpeed's files with any states, and with a model's."""
+_STATES = "_states.pt"
+"""The end of the names of DeepSpeed's files with states."""
 
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
@@ -115,6 +115,7 @@ class CheckpointFolder:
 
     Args:
         save_dir: the folder of all tags.
+        model_files: the end of the names of DeepSpeed's files with a model.
         save_id: unique id of the save that this object writes; None: it only reads.
 
     Attributes:
@@ -122,10 +123,12 @@ class CheckpointFolder:
         staging: where files are written; valid with a `save_id`.
     """
 
-    def __init__(self, save_dir: str, tag: str, save_id: str | None = None) -> None:
+    def __init__(
+        self, save_dir: str, tag: str, model_files: str, save_id: str | None = None
+    ) -> None:
         self.save_dir = os.path.abspath(save_dir)
         self.path = os.path.abspath(os.path.join(save_dir, tag))
-        self._tag = tag
+        self._tag, self._model_files = tag, model_files
         self._save_id = save_id
         self._key = (save_id or "")[:_KEY_LENGTH]
         self.staging = self._beside(_STAGING, self._key)
@@ -179,7 +182,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the folder does not exist, or has no model file.
         """
-        if not os.path.isdir(self.path) or not _holds_model(self.path):
+        if not os.path.isdir(self.path) or not self._holds_model():
             raise CheckpointError(f"{self.path} holds no checkpoint: load another one by its tag")
 
     def aside(self, path: str) -> str:
@@ -265,8 +268,11 @@ class CheckpointFolder:
     def _holds_save(self) -> bool:
         """Whether the tag's folder has a marker of ours, or a model."""
         return os.path.isdir(self.path) and (
-            os.path.lexists(os.path.join(self.path, _MARKER)) or _holds_model(self.path)
+            os.path.lexists(os.path.join(self.path, _MARKER)) or self._holds_model()
         )
+
+    def _holds_model(self) -> bool:
+        return any(name.endswith(self._model_files) for name in os.listdir(self.path))
 
     def _drop_replaced(self, replaced: str) -> None:
         """Remove an older save; move files that others have added to it to the newer one."""
@@ -324,7 +330,7 @@ class CheckpointFolder:
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:
             tag = os.path.relpath(self.path, self.save_dir)
-            chosen = CheckpointFolder(self.save_dir, tag, save_id)
+            chosen = CheckpointFolder(self.save_dir, tag, self._model_files, save_id)
             chosen._found = state.saved
             chosen.swap()
         else:
@@ -347,7 +353,7 @@ class CheckpointFolder:
                 if os.stat(path := os.path.join(parent, name)).st_mtime < now - _QUIET_SECONDS:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
-            other = CheckpointFolder(parent, found["tag"])
+            other = CheckpointFolder(parent, found["tag"], self._model_files)
             with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
@@ -379,10 +385,6 @@ def last_written(folders: Sequence[str]) -> float:
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
                 times.append(os.stat(path).st_mtime)
     return max(times)
-
-
-def _holds_model(folder: str) -> bool:
-    return any(name.endswith(_MODEL_STATES) for name in os.listdir(folder))
 
 
 def _save_id(folder: str) -> str | None:

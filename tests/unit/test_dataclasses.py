@@ -19,7 +19,6 @@ PLANNERS = (
 )
 SCHEDULES = ("schedule.py", "guard.py")
 FILLED_IN = {
-    "cores/plan.py:_HostPlanner",
     "cores/binding.py:_Before",
     "gather/launch.py:PendingParameter",
 }

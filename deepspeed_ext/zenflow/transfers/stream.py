@@ -293,17 +293,18 @@ class Stream:
             kind = "peek_slot" if self._peeks else "chunk_slot"
             task = replace(task, span=span, **{kind: number})
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if key in self._awaited:
-            copies.append((self.weights[index]()[part], source))
-        elif self._buffers:
+        lands = bool(self._buffers) and key not in self._awaited
+        if lands:
             copies.append((self._buffers[index].published[part], source))
+        elif key in self._awaited:
+            copies.append((self.weights[index]()[part], source))
         if self._buffers and (means := self._buffers[index].means) is not None:
             blocks = slice(span.begin // self._block_size, -(-span.end // self._block_size))
             copies.append((means[blocks], self._means[index][blocks]))
         parcel = Parcel(
             partial(self._bring_down, key, task, slot, departed),
             task,
-            partial(self._bring_up, key, copies, slot),
+            partial(self._bring_up, None if lands else key, copies, slot),
         )
         self._here[key] = parcel.here
         return parcel
@@ -330,9 +331,14 @@ class Stream:
             return (copying.recorded(self._down),)
 
     def _bring_up(
-        self, key: Key, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: Slot | None
+        self,
+        key: Key | None,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        slot: Slot | None,
     ) -> None:
-        """Start the copies of a chunk's results to their place. Called by the courier."""
+        """Start the copies of a chunk's results to their place. Called by the courier. `key` is
+        None if y goes to a landing buffer, which nobody but `parts` waits for: a backward pass that
+        waited for it would leave copies exposed."""
         if self._up is None:
             with torch.no_grad():
                 for target, source in copies:
@@ -342,9 +348,11 @@ class Stream:
         with torch.no_grad(), get_accelerator().stream(self._up), timed:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        self._used[key] = copying.recorded(self._up)
+        copied = copying.recorded(self._up)
+        if key is not None:
+            self._used[key] = copied
         if slot is not None:
-            slot.free = self._used[key]
+            slot.free = copied
 
     def wait(self, within: Patience | None = None) -> float:
         """Wait until everything that departed has arrived and is processed. Work launched on the

@@ -166,7 +166,7 @@ def test_what_is_under_the_tags_name_and_is_no_save_of_ours_stays(tmp_path: Path
         (folder / "t").mkdir(exist_ok=True)
         (folder / "t" / checkpoint_folder._MARKER).write_text(text)
         with pytest.raises(CheckpointError, match="damaged"):
-            CheckpointFolder(str(folder), "t").state()
+            CheckpointFolder(str(folder), "t", "model_states.pt").state()
         said = refusal(tmp_path, "t")
         assert said.startswith("checkpoint 't' was not saved: ")
         assert "damaged" in said

@@ -36,7 +36,7 @@ def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
     """A save that goes on: its files are written."""
-    found = CheckpointFolder(str(folder), tag, save_id)
+    found = CheckpointFolder(str(folder), tag, "model_states.pt", save_id)
     found.begin()
     Path(found.staging, "mp_rank_00_model_states.pt").write_text(save_id)
     found.mark()

@@ -73,7 +73,7 @@ def test_epochs_of_different_lengths() -> None:
 
 def comparisons(stage: int, zero: dict[str, Any]) -> int:
     """How often a start compares which of our parts are on."""
-    with patch("deepspeed_ext.adapter.engine.require_same_plan") as compared:
+    with patch("deepspeed_ext.adapter.engine_construction.require_same_plan") as compared:
         make_engine(config_of(stage, zero)).destroy()
     return compared.call_count
 
