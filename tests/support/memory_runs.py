@@ -29,10 +29,9 @@ from torch import nn
 from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model import read_shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
@@ -351,16 +350,16 @@ def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> Mem
     """The plan for a run of `measure`."""
     params, most = PARAMS, LARGEST
     if model is not None:
-        _, shape, _ = read_shape(model)
+        shape, _ = read_shape(model)
         params, most = shape.params, shape.largest
     with tempfile.TemporaryDirectory(prefix="dsext-memory-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        found = read_config(str(path), ranks)
+        setup, dtype, _ = read_config(str(path), ranks)
     with in_proportion():
         # the simulated accelerator allocates what is asked for
-        setup = replace(found.setup, rounds_pinned=False)
-        return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), setup)
+        setup = replace(setup, rounds_pinned=False)
+        return plan_memory(Model(params, most, dtype), Machine(ranks, ranks), setup)
 
 
 def compared(

@@ -259,9 +259,9 @@ def test_ranks_that_do_not_end_are_ended() -> None:
     report = verify.verify(zenflow_config(2), 2, limit_seconds=0.5, start=start_sleep)
     assert statuses(report.checks) == {
         **dict.fromkeys(verify.CHECKS, "SKIPPED"),
-        "initialize": "FAIL",
+        "training": "FAIL",
     }
-    assert "not all ranks ended in 0 s" in report.checks["initialize"][1]
+    assert "not all ranks ended in 0 s" in report.checks["training"][1]
     assert left_behind() == []
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.adapter.buffers import Buffer
 from deepspeed_ext.commands.memory.plan import PLACES, MemoryPlan, plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.commands.memory.setup import Machine, Model, Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Memory, Phase
@@ -25,7 +25,7 @@ PAGE = 4096
 
 
 def partitions_of(plan: MemoryPlan) -> int:
-    return sum(run.times for run in plan.setup.partitions(plan.model, plan.ranks))
+    return sum(run.times for run in plan.setup.partitions(plan.model, plan.machine))
 
 
 @settings(deadline=None, max_examples=150)
@@ -129,7 +129,7 @@ def test_an_export_sets_predicted_weights_aside_where_they_are_computed(
     place = plan.zenflow.places.gradient
     moment = Held(plan.zenflow).moments(place, Phase.SAVE)["export"]
     aside = sum(part.nbytes for part in moment if part.kind == "predicted weights, aside")
-    weights = plan.model.itemsize * plan.setup.partition_numel(plan.model, plan.ranks)
+    weights = plan.model.itemsize * plan.setup.partition_numel(plan.model, plan.machine)
     assert aside == (weights if plan.zenflow.rule.overlapped else 0)
     assert plan.nbytes(place, Phase.SAVE) >= plan.nbytes(place, Phase.BETWEEN) + aside
 
@@ -151,7 +151,7 @@ def test_the_first_rank_copies_the_module_that_it_exports(
 def test_the_bytes_of_one_run_are_what_is_reckoned_by_hand() -> None:
     """Stage 2, bf16, two ranks, 1,000 parameters of which 100 are the largest; buckets of 300."""
     setup = Setup(stage=2, reduce_bucket_size=300, overlap_comm=True)
-    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), setup)
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Machine(2, 2), setup)
     weights, masters, moments, gradients = 2 * 1000, 4 * 500, 2 * 4 * 500, 2 * 500
     between = weights + masters + moments
     there = Place.ACCELERATOR
@@ -239,14 +239,14 @@ BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
 def test_the_bytes_of_deepspeed_are_what_is_reckoned_by_hand(
     given: dict[str, Any], where: tuple[Place, Phase], expected: dict[str, int]
 ) -> None:
-    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), Setup(**SMALL, **given))
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Machine(2, 2), Setup(**SMALL, **given))
     assert {part.kind: part.nbytes for part in plan.parts[where]} == expected
 
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_pin_memory_locks_what_crosses_the_link_and_not_the_moments(pins: bool) -> None:
     setup = Setup(2, offload=True, pins=pins, rounds_pinned=False, accumulation=2, **SMALL)
-    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), setup)
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Machine(2, 2), setup)
     crossing = 2 * 4 * 500 + 2 * 2 * 500 + 2 * 100  # masters, gradients; copy, sums; buffer
     assert plan.page_locked(Phase.BETWEEN) == (crossing if pins else 0)
     assert plan.nbytes(Place.HOST, Phase.BETWEEN) == crossing + 2 * 4 * 500
@@ -254,7 +254,7 @@ def test_pin_memory_locks_what_crosses_the_link_and_not_the_moments(pins: bool) 
 
 def test_weights_on_the_host_are_page_locked_whatever_the_config_says() -> None:
     setup = Setup(3, offload=True, offload_param=True, rounds_pinned=False, **SMALL)
-    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), setup)
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Machine(2, 2), setup)
     assert plan.page_locked(Phase.BETWEEN) == 2 * 500
 
 

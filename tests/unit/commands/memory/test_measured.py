@@ -63,7 +63,7 @@ def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> N
     )
     for rank in run_ranks(2, measure_state, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
-        assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
+        assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.machine)
 
 
 @pytest.mark.parametrize("way", ["selective, interval 2"])
@@ -305,6 +305,6 @@ def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
 def test_a_plan_of_another_model_would_be_noticed() -> None:
     config = memory_config(2, "ZeRO")
     plan = planned(config, 2)
-    other = plan_memory(Model(PARAMS * 21 // 20, LARGEST, "bfloat16"), plan.ranks, plan.setup)
+    other = plan_memory(Model(PARAMS * 21 // 20, LARGEST, "bfloat16"), plan.machine, plan.setup)
     (_, measured) = compared(config, 2)[Place.ACCELERATOR, Phase.BETWEEN]
     assert abs(other.nbytes(Place.ACCELERATOR, Phase.BETWEEN) - measured) > TOLERANCE * measured
