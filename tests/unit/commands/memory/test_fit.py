@@ -46,9 +46,11 @@ LLAMA = Shape(vocabulary=32768, width=4096, layers=32, query=4096, key=4096, ffn
 FAST: dict[str, float] = {"link": 25e9, "host": 300e9, "flops": 400e12}
 
 
-def machine(gpu: float | None, host: float | None = None, ranks: int = 8, **speeds: Any) -> Machine:
+def machine(
+    gpu: float | None, memory: float | None = None, ranks: int = 8, **speeds: Any
+) -> Machine:
     """A machine with so many GiB."""
-    sizes = (None if gib is None else int(gib * GIB) for gib in (gpu, host))
+    sizes = (None if gib is None else int(gib * GIB) for gib in (gpu, memory))
     return Machine(ranks, min(8, ranks), *sizes, **FAST | speeds)
 
 

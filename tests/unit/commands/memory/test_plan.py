@@ -23,7 +23,7 @@ from deepspeed_ext.commands.memory.setup import Machine, Setup, read_config
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.phases import Memory, Part, Phase, largest
 from deepspeed_ext.zenflow.plan.places import Place
-from tests.support.memory_plans import model_of
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from tests.support.paths import ROOT
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -152,21 +152,6 @@ def test_a_config_that_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 0), ("Lamb", 1)]
-)
-def test_another_optimizer_is_counted_as_adam_with_a_note(
-    name: str, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = {
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": name, "params": {"lr": 1e-3}},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert status_of([*NEEDED, "--config", str(tmp_path / "config.json")]) == 0
-    assert capsys.readouterr().out.count("as for Adam") == notes
-
-
-@pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.stem
 )
 def test_ready_configs_are_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +181,8 @@ READ: list[tuple[dict[str, Any], tuple[Setup, str, int]]] = [
     ({"bfloat16": {"enabled": True}}, (Setup(), "bfloat16", 0)),
     ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, (Setup(), "bfloat16", 1)),
     ({"zero_optimization": {"stage": 3}}, (Setup(3), "float32", 0)),
+    ({"optimizer": {"type": "Lamb"}}, (Setup(fused_adam=False), "float32", 1)),
+    ({"optimizer": {"type": "Lion"}}, (Setup(layout=LION_STATE), "float32", 0)),
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
         (Setup(2), "float32", 0),
@@ -289,16 +276,6 @@ def test_any_arguments_end_with_status_0_or_2(
     assert err.getvalue().count("\n") == (1 if status else 0)
     if status == 0 and "--json" in given_words:
         assert json.loads(out.getvalue())["ways"]
-
-
-def test_by_default_the_optimizer_is_deepspeeds_which_has_no_temporaries() -> None:
-    default, torchs = (
-        plan_memory(model_of(10**6), Machine(2, 2), Setup(2, offload=True, **given))
-        for given in ({}, {"fused_adam": False})
-    )
-    numel = default.setup.partition_numel(default.model, default.machine)
-    step = Place.HOST, Phase.STEP
-    assert torchs.nbytes(*step) - default.nbytes(*step) == 2 * 4 * numel
 
 
 MEASURED_ON_AN_H100 = [

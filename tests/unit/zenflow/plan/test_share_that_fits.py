@@ -26,7 +26,7 @@ def facts_of(model: Model, ranks: Machine, setup: Setup, total: int) -> ZenFlowF
     too small to begin with the whole optimizer."""
     partitions = tuple(setup.partitions(model, ranks))
     whole = sum(run.numel * run.times for run in partitions)
-    whole *= 1 if setup.partitions_weights else ranks.count
+    whole *= 1 if setup.partitions_weights else ranks.ranks
     caller = Caller(
         model.dtype,
         setup.accumulation_dtype(model),
