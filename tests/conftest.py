@@ -27,8 +27,6 @@ with suppress(ImportError):  # a machine with a GPU may not have it
 
 SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
-SHOWN_ERROR_LINES = 6
-_ONLY_PART: list[str] = []
 _ON_SIM: set[str] = set()
 """Names of the tests that `--some-simulated` has chosen."""
 _RUN_RANKS = ("run_ranks", "run_fresh_ranks", "failed_resumes")
@@ -50,24 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the ranks of all tests on the simulated accelerator, but for those marked `cpu`",
     )
     parser.addoption(
-        "--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`"
-    )
-    parser.addoption(
         "--some-simulated",
         type=int,
         metavar="N",
         help="run the ranks of one test in N on the simulated accelerator instead of the CPU, of "
         "those of which another case stays on the CPU",
     )
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A part of `make test-gpu` may be ended by its time limit, before pytest prints why tests have
-    failed."""
-    if report.failed and _ONLY_PART:
-        lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
-        sys.stdout.write("\n".join([f"\nFAILED {report.nodeid}", *lines[-SHOWN_ERROR_LINES:], ""]))
-        sys.stdout.flush()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,26 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         ranks.fork_workers()
         gc.disable()  # a tenth of a collection of tests, whose objects all stay
-    if config.getoption("--part"):
-        _ONLY_PART.append(config.getoption("--part"))
 
 
 def pytest_collection_finish() -> None:
     gc.enable()
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Of a machine with an accelerator: what the tests of ranks that share it have shown."""
-    if config.getoption("--simulated") or config.getoption("--all-simulated"):
-        return
-    import torch
-
-    from tests.support import shared_device
-
-    for line in shared_device.summary() if torch.accelerator.is_available() else ():
-        terminalreporter.write_line(line)
 
 
 @pytest.fixture
@@ -107,13 +77,6 @@ def started_workers() -> Iterator[None]:
 
     with ranks.started_workers():
         yield
-
-
-def _part_of(item: pytest.Item) -> str:
-    from tests.perf.gpu_tests import part_of
-
-    settings = item.callspec.params if hasattr(item, "callspec") else {}
-    return part_of(item.nodeid.partition("::")[0], settings)
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture runs ranks
@@ -157,8 +120,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items
             if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))
         }
-    if part := config.getoption("--part"):
-        left_out |= {item for item in items if _part_of(item) != part}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
         if config.getoption("--simulated"):

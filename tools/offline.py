@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("deepspeed", "pytest", "hypothesis", "pytest_timeout")
+NEEDED = ("deepspeed", "pytest", "hypothesis", "pytest_timeout", "xdist")
 BUILDS = ("setuptools>=70.1", "wheel")
 """What builds this package, as in pyproject.toml; an environment may hold an older setuptools."""
 RIVALS = ("torchao",)
@@ -34,6 +34,7 @@ INSTALLED = (
     "tqdm",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
     *BUILDS,
 )

@@ -26,7 +26,7 @@ from tools.offline import BUILDS, RIVALS
 ROOT = Path(__file__).resolve().parents[1]
 # As in setup.py, without torch.
 RUNTIME = ("deepspeed>=0.19.6,<0.20", "hjson", "psutil>=5.9", "pydantic>=2.5", "tqdm")
-TESTS = ("pytest>=8", "pytest-timeout", "hypothesis", *BUILDS)
+TESTS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", *BUILDS)
 TRANSFORMERS = ("transformers>=4.48.3,<6", "accelerate>=1.3,<2")
 NEVER = re.compile(r"^(torch|triton|nvidia-.*|cuda-.*)$")
 SDISTS = {"deepspeed"}

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,23 @@ def pack(folder: Path, archive: Path) -> None:
                 packed.add(path, str(path.relative_to(folder)), filter=plain)
 
 
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """A temporary work tree of `commit`, with its native library."""
+    folder = Path(tempfile.mkdtemp(prefix="deepspeed_ext-commit-")) / "tree"
+    git = ["git", "worktree"]
+    try:
+        subprocess.run(
+            [*git, "add", "-q", "--detach", str(folder), commit], cwd=HERE.parents[1], check=True
+        )
+        build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=folder, check=True, stdout=sys.stderr)
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], cwd=HERE.parents[1], check=False)
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -96,8 +115,6 @@ def main() -> None:
     if args.here:
         train_all(args.here, args.commit, args.only)
         return
-    from tests.perf.compare_commits import checkout
-
     with tempfile.TemporaryDirectory() as temporary, checkout(args.commit) as tree:
         shutil.copytree(HERE, tree / "tests" / "acceptance", dirs_exist_ok=True)
         command = [sys.executable, "-m", "tests.acceptance.write", "--commit", args.commit]

@@ -112,7 +112,7 @@ def test_a_terminal_shows_tables_in_columns() -> None:
 def test_a_silent_part_shows_life(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tests.support.progress.LIFE_SECONDS", 0.0)
+    monkeypatch.setattr("tests.perf.part.LIFE_SECONDS", 0.0)
     monkeypatch.setattr("tests.perf.part.LOOK_SECONDS", 0.01)
     assert suite.measure([measuring("quiet", "pass")], arguments()) == 0
     assert "\nquiet ... 0 s\n" in capsys.readouterr().out

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.perf import (
     card,
     decoder_ways,
     gpu_parts,
-    gpu_tests,
     report,
     suite,
 )
@@ -56,7 +54,7 @@ def fake(name: str, statement: str, limit: float = 60) -> Part:
 
 
 def toy_args(*more: str) -> argparse.Namespace:
-    return suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1", *more])
+    return suite.arguments().parse_args(["--device", "cpu", "--toy", *more])
 
 
 def test_a_part_that_fails_is_skipped_or_overruns_loses_nothing_of_the_others(
@@ -167,42 +165,6 @@ def test_a_file_of_results_is_never_half_written(
     assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"ms": 1}]
 
 
-def test_tests_run_beside_each_other_and_what_is_timed_runs_alone() -> None:
-    tests = [Part(name, "pytest", (), (), 60, timed=False) for name in "abc"]
-    timed = fake("timed", "pass")
-    assert suite._may_start(timed, [], jobs=1)
-    assert suite._may_start(tests[1], tests[:1], jobs=2)
-    assert not suite._may_start(tests[2], tests[:2], jobs=2)
-    assert not suite._may_start(timed, tests[:1], jobs=9)
-    assert not suite._may_start(tests[0], [timed], jobs=9)
-
-
-def test_why_a_test_has_failed_is_known_of_a_part_that_its_limit_ends(tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    (tmp_path / "test_two.py").write_text(
-        "import time\nfrom pathlib import Path\n\n\ndef test_one():\n    assert 1 == 7\n\n\n"
-        f"def test_two():\n    Path({str(begun)!r}).touch()\n    time.sleep(600)\n"
-    )
-    arguments = (
-        "-p",
-        "tests.conftest",
-        "-p",
-        "no:cacheprovider",
-        "--part",
-        "tests/others",
-        str(tmp_path),
-    )
-    running = Running(Part("endless", "pytest", arguments, arguments, 600), "cpu", True, limit=600)
-    while not begun.exists():
-        assert running.outcome() is None
-        time.sleep(0.1)
-    running.limit = 0
-    outcome = running.outcome()
-    assert outcome is not None
-    assert outcome.state == "overran"
-    assert "assert 1 == 7" in outcome.output
-
-
 def test_without_an_accelerator_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -224,9 +186,7 @@ def test_names_pick_a_part_and_all_below_it() -> None:
 
 def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
     blocks = []
-    for part in (
-        part for parts in suite.PARTS.values() for part in parts() if part.module != "pytest"
-    ):
+    for part in (part for parts in suite.PARTS.values() for part in parts()):
         for arguments in {part.arguments, part.toy}:
             words = [argument.replace(OUT, "outputs") for argument in arguments]
             text = shlex.join(["python", "-m", part.module, *words])
@@ -235,29 +195,10 @@ def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
     assert not found, "\n".join(found)
 
 
-def test_every_test_is_in_one_part() -> None:
-    assert gpu_tests.part_of(gpu_tests.COPIES, {"device": "accelerator"}) == "tests/copies"
-    for ranks, name in ((1, "training"), (2, "training-2"), (3, "training-3")):
-        for stage, half in ((1, "stages-1-2"), (2, "stages-1-2"), (3, "stage-3")):
-            settings = {"ranks": ranks, "stage": stage}
-            assert gpu_tests.part_of(gpu_tests.ACCELERATOR, settings) == f"tests/{name}/{half}"
-        assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": ranks}) == "tests/gather"
-    assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
-    for group in gpu_tests.GROUPS:
-        assert all((report.ROOT / file).is_file() for file in group.files)
-        settings = {"ranks": group.ranks} if group.ranks else {}
-        settings |= {"stage": group.stages[0]} if group.stages and any(group.stages) else {}
-        part = gpu_tests.part_of(group.files[0] if group.files else "", settings)
-        assert part == f"tests/{group.name}"
-
-
-@pytest.mark.parametrize("on", ["gpu", "gpu-tests"])
-def test_the_list_says_what_ten_minutes_have_room_for(
-    on: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert suite.main(["--on", on, "--budget", "570", "--list"]) == 0
+def test_the_list_says_what_ten_minutes_have_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--budget", "570", "--list"]) == 0
     *rows, _, total = capsys.readouterr().out.strip().splitlines()
-    parts = suite.PARTS[on]()
+    parts = gpu_parts.parts()
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == [
         part.name for part in parts
     ]
@@ -351,27 +292,6 @@ def test_the_7_billion_part_runs_at_a_thousandth_of_its_size() -> None:
     ]
     assert all("error" not in row and row["model"] == "7m" for row in rows)
     assert all(row["plan"]["config"] for row in rows)
-
-
-# -- two calls -------------------------------------------------------------------------------------
-
-
-def test_what_is_done_is_not_repeated_and_a_budget_knows_what_earlier_calls_took(
-    tmp_path: Path,
-) -> None:
-    args = toy_args("--total", "60")
-    assert suite.measure([fake("one", "pass")], args) == 0
-    path = tmp_path / "gpu.json"
-    kept = json.loads(path.read_text())
-    ((commit, seconds),) = kept["settings"]["spent"].items()
-    assert 0 < seconds < 60
-    kept["settings"]["spent"][commit] = 50
-    path.write_text(json.dumps(kept))
-    again = fake("one", "raise SystemExit(1)")
-    assert suite.measure([again, fake("two", "pass")], args) == 1
-    rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}
-    assert (rows["one"]["state"], rows["two"]["state"]) == ("done", "left out")
-    assert "left of the budget" in rows["two"]["output"]
 
 
 def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_is_empty(

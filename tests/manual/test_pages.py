@@ -114,7 +114,7 @@ def test_rows_of_not_run_are_needed() -> None:
         ("bash", "make test PROCESES=3", "does not read PROCESES"),
         ("bash", "make train ARGS='--stpes 3'", "--stpes"),
         ("bash", "python -m tests.perf.bench_gather --ranks two", "--ranks"),
-        ("bash", "python -m tests.perf.compare_commits --turn 2 --onyl", "--onyl"),
+        ("bash", "python -m tests.perf.bench_convergence --seeds 2 --onyl", "--onyl"),
         ("bash", "python -m tests.perf.none", "there is no tests/perf/none.py"),
         (
             "bash",

@@ -96,14 +96,15 @@ def _of_the_optimizer() -> list[Part]:
 
 
 def _trainings_and_plans() -> list[Part]:
-    rows = "--rows adamw upstream predictive --rates 0.001"
+    upstream = "'upstream ZenFlow, sequential' 'upstream ZenFlow, overlapped'"
+    rows = f"--rows AdamW {upstream} predictive --rates 0.001"
     runs = "ZeRO ZeRO-Offload predictive 'selective, interval 2'"
     return [
         _part(
             "convergence",
             "tests.perf.bench_convergence",
             f"{rows} --seeds 1 --steps 150",
-            "--rows adamw --quick",
+            "--rows AdamW --quick",
             330,
             "convergence_losses",
             "convergence_quick_losses",

@@ -154,12 +154,12 @@ def _decoder(
 
 
 def _losses() -> Part:
-    rows = ("--rows", "adamw", "predictive", "--seeds", "1")
+    rows = ("--rows", "AdamW", "predictive", "--seeds", "1")
     return Part(
         "losses",
         "tests.perf.bench_convergence",
         (*rows, "--model", "100m", "--steps", "200", "--rates", "1e-3", "--reuse"),
-        ("--rows", "adamw", "--seeds", "1", "--quick", "--reuse"),
+        ("--rows", "AdamW", "--seeds", "1", "--quick", "--reuse"),
         200,
         "convergence_100m",
         "convergence_quick",

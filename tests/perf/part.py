@@ -12,19 +12,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
 
 from tests.perf import report
 from tests.perf.card import SKIPPED
-from tests.support.progress import Progress
 from tools.stale_locks import remove_stale_locks
 
 SHOWN_LINES, SHOWN_OF_BAD_LINES = 40, 200
 LOOK_SECONDS = 0.2
-"""How often it is looked what parts do."""
+"""How often it is looked what a part does."""
+LIFE_SECONDS = 5.0
+"""Of a silent part: it is said how often that it goes on."""
 STATES = {0: "done", SKIPPED: "left out"}
 """By exit status; all others: failed."""
 OUT = "{out}"
@@ -42,7 +42,6 @@ class Part:
         result, toy_result: names of the files that it writes; rows of several parts may be in one.
         usual: seconds that it takes where nothing is slow, to say how much is left; 0: not known.
         covers: what it shows, for the list.
-        timed: whether it measures times, and so runs alone; others run beside each other.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Part:
     toy_result: str = ""
     usual: float = 0.0
     covers: str = ""
-    timed: bool = True
 
     def is_in(self, names: Sequence[str]) -> bool:
         """Whether one of `names` is this part's or the beginning of it."""
@@ -68,7 +66,7 @@ class Part:
 def operators(name: str) -> Part:
     """The part that compiles what later ones load; it takes no time if that is done."""
     covers = "compiles DeepSpeed's Adam, once"
-    return Part(name, "tools.build_operators", (), (), 500, usual=55, covers=covers, timed=False)
+    return Part(name, "tools.build_operators", (), (), 500, usual=55, covers=covers)
 
 
 @dataclass
@@ -118,13 +116,15 @@ class Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._progress = Progress(lambda: part.name, partial(print, flush=True))
+        self._told = self._begin
 
     def outcome(self) -> Outcome | None:
         """What became of it, of which nothing is left then; None while it runs."""
         code, seconds = self._process.poll(), time.monotonic() - self._begin
         if code is None and seconds < self.limit:
-            self._progress.look()
+            if self._begin + seconds - self._told >= LIFE_SECONDS:
+                self._told = self._begin + seconds
+                print(f"{self.part.name} ... {seconds:.0f} s", flush=True)
             return None
         self.end()
         state = "overran" if code is None else STATES.get(code, "failed")

@@ -7,9 +7,8 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -32,8 +31,6 @@ class Side:
         zenflow: the ``zenflow`` section.
         extended: ours (True) or upstream's.
         accumulation: micro-steps an optimizer step.
-        native: the worker's pass is the native kernel; False: torch operations, several times
-            slower.
     """
 
     name: str
@@ -42,17 +39,6 @@ class Side:
     zenflow: dict[str, Any] = field(default_factory=dict)
     extended: bool = False
     accumulation: int = 1
-    native: bool = True
-
-    @property
-    def overlapped(self) -> bool:
-        """Whether the optimizer runs in a process of its own, beside the accelerator."""
-        return bool(self.zenflow.get("overlap_step"))
-
-    @property
-    def interval(self) -> int:
-        """Optimizer steps that are carried out together."""
-        return int(self.zenflow.get("update_interval", 1))
 
     def config(
         self, stage: int, micro_batch: int, lr: float, weight_decay: float, **zero_fields: Any
@@ -118,8 +104,6 @@ NADAM = Side("NAdam", offload=False, adam="torch NAdam")
 """Adam that takes gradients a little ahead, as ours does with the estimate of the update in
 flight."""
 ACCUMULATION = Side("accumulation 4", accumulation=4)
-OFFLOAD_TORCH = Side("ZeRO-Offload, torch fused AdamW", adam="torch fused")
-OFFLOAD_DEEPSPEED = Side("ZeRO-Offload, DeepSpeedCPUAdam", adam="deepspeed")
 UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE = Side(
@@ -128,7 +112,6 @@ PREDICTIVE = Side(
     zenflow={"update_rule": "predictive", "overlap_step": True, "full_warm_up_rounds": 1},
     extended=True,
 )
-PREDICTIVE_SLOW = replace(PREDICTIVE, name="predictive, worker of torch operations", native=False)
 SELECTIVE_4 = _selective(4, False)
 SELECTIVE_4_LAG = _selective(4, True)
 SELECTIVE_2 = _selective(2, False)
@@ -161,8 +144,7 @@ def engine_of(side: Side, model: torch.nn.Module, **settings: Any) -> Iterator[A
 
 def initialize(side: Side, model: torch.nn.Module, **settings: Any) -> Any:
     """The engine alone; see `engine_of`."""
-    with patch.dict(os.environ, {} if side.native else {"DSEXT_NATIVE_KERNEL": "0"}):
-        return start(model, side.config(**settings), side.extended)
+    return start(model, side.config(**settings), side.extended)
 
 
 def start(model: torch.nn.Module, config: dict[str, Any], extended: bool) -> Any:

@@ -1,31 +1,25 @@
-"""All that a machine can show, in parts that cannot harm each other: `make bench`, `make
-bench-gpu`, `make test-gpu`.
+"""All that a machine can measure, in parts that cannot harm each other: `make bench`, `make
+bench-gpu`.
 
-    python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts 7b step/1.5b ...] [--budget
-    SECONDS] [--total SECONDS] [--list]
-                              [--jobs N] [--again] [--device accelerator|cpu] [--toy]
+    python -m tests.perf.suite [--on gpu|cpu] [--parts 7b step/1.5b ...] [--budget SECONDS] [--list]
+                               [--again] [--device accelerator|cpu] [--toy]
 
-Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever
-becomes of it, the next one runs; parts that time nothing run beside each other. A part that the
-budget has no room for is left out; the end says which. A name picks a part and all below it
-(``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a
-model (gpu_time.py), or of tests, measured ones (gpu_tests.py). After every part, everything so far
-is in one file: outcomes, the ends of outputs and the results, also those of a part that failed or
-ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``,
-``gpu-tests.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the
-folder that the variable OUT names. What is done in that file at this
-commit is left out, so that the next call goes on; ``--again`` repeats it. ``--total`` is a budget
-of all calls at one commit together: the file knows what earlier ones took. ``--toy`` runs every
-part at sizes of no meaning.
+Each part is a benchmark in a process of its own with a time limit of its own. Whatever becomes of
+it, the next one runs. A part that the budget has no room for is left out; the end says which. A
+name picks a part and all below it (``step/1.5b``). ``--list`` shows all of that without running
+anything: the seconds are those of a model (gpu_time.py). After every part, everything so far is in
+one file: outcomes, the ends of outputs and the results, also those of a part that failed or ran out
+of time half-way; what the file held of other parts stays. It is ``gpu.json`` or ``cpu.json`` beside
+the parts' own files, in ``outputs/bench`` or in the folder that the variable OUT names. What is
+done in that file at this commit is left out, so that the next call goes on; ``--again`` repeats it.
+``--toy`` runs every part at sizes of no meaning.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,11 +28,11 @@ from typing import Any
 
 import torch
 
-from tests.perf import cpu_parts, gpu_parts, gpu_tests, report
+from tests.perf import cpu_parts, gpu_parts, report
 from tests.perf.part import LOOK_SECONDS, Outcome, Part, Running
 
 LEAST_SECONDS = 20.0
-PARTS = {"gpu": gpu_parts.parts, "cpu": cpu_parts.parts, "gpu-tests": gpu_tests.parts}
+PARTS = {"gpu": gpu_parts.parts, "cpu": cpu_parts.parts}
 LIST_COLUMNS = {"name": "", "usual": ".0f", "limit": ".0f", "runs": "", "covers": ""}
 
 
@@ -49,13 +43,10 @@ class Record:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
         self.results: dict[str, Any] = {}
-        self.spent: dict[str, float] = {}
-        """Seconds that calls took, by commit."""
         if path.exists():
             kept = json.loads(path.read_text())
             self.outcomes = {row["part"]: Outcome(**row) for row in kept["rows"]}
             self.results = kept["settings"]["results"]
-            self.spent = kept["settings"].get("spent", {})
 
     def is_done(self, part: Part, commit: str) -> bool:
         """Whether this run or an earlier one of the same commit has done it."""
@@ -71,7 +62,7 @@ class Record:
         self.take(result, newer_than)
         kept = {
             "provenance": report.provenance(),
-            "settings": settings | {"results": self.results, "spent": self.spent},
+            "settings": settings | {"results": self.results},
             "rows": [vars(outcome) for outcome in self.outcomes.values()],
         }
         report.replace(self.path, report.compact(kept) + "\n")
@@ -142,15 +133,7 @@ def arguments() -> argparse.ArgumentParser:
         "--budget", type=float, default=0, help="seconds for this call (default: no limit)"
     )
     parser.add_argument(
-        "--total", type=float, default=0, help="seconds for all calls at this commit (no limit)"
-    )
-    parser.add_argument(
         "--list", action="store_true", help="only list the parts and what would run"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        help="of --on gpu-tests: how many parts run beside each other (half the cores)",
     )
     parser.add_argument("--again", action="store_true", help="also run what is done at this commit")
     parser.add_argument(
@@ -170,7 +153,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if every part that was asked for is done."""
     args = arguments().parse_args(argv)
     args.device = args.device or ("cpu" if args.on == "cpu" else "accelerator")
-    args.jobs = args.jobs or max(1, len(os.sched_getaffinity(0)) // 2)
     parts = PARTS[args.on]()
     unknown = [name for name in args.parts if not any(part.is_in([name]) for part in parts)]
     if unknown:
@@ -180,10 +162,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(listing(chosen, args))
         return 0
-    if args.on == "gpu-tests" and not torch.accelerator.is_available():
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "gpu"], cwd=report.ROOT, check=False
-        ).returncode
     if args.device == "accelerator" and not torch.accelerator.is_available():
         print(
             f"error: torch {torch.__version__} of {sys.executable} sees no accelerator, and these "
@@ -212,91 +190,59 @@ def why_not(part: Part, left: float, args: argparse.Namespace) -> str:
 
 
 def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
-    """The parts with their seconds, which of them a run of this budget would begin, and when the
-    last of them ends."""
-    now, rows, ends = 0.0, list[dict[str, Any]](), list[tuple[float, Part]]()
+    """The parts with their seconds, and which of them a run of this budget would begin."""
+    begun, rows = list[Part](), list[dict[str, Any]]()
     for part in chosen:
-        while not _may_start(part, [other for end, other in ends if end > now], args.jobs):
-            now = min(end for end, _ in ends if end > now)
-        left = (args.budget or float("inf")) - now
-        reason = why_not(part, left, args)
-        if not reason:
-            ends.append((now + part.usual, part))
+        spent = sum(each.usual for each in begun)
+        reason = why_not(part, (args.budget or float("inf")) - spent, args)
+        begun += [] if reason else [part]
         rows.append(vars(part) | {"runs": f"no: {reason}" if reason else "yes"})
-    total = max((end for end, _ in ends), default=0.0)
     return (
-        f"{report.table(rows, LIST_COLUMNS)}\n\n{len(ends)} of {len(rows)} parts, about "
-        f"{total:.0f} s"
+        f"{report.table(rows, LIST_COLUMNS)}\n\n{len(begun)} of {len(rows)} parts, about "
+        f"{sum(part.usual for part in begun):.0f} s"
     )
 
 
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
-    """Run the parts in their order, those that time nothing beside each other; 0 if all are
-    done."""
-    record, commit, called = record_of(args), report.commit(), time.monotonic()
-    spent = record.spent.get(commit, 0.0)
-    deadline = called + min(args.budget or float("inf"), (args.total or float("inf")) - spent)
+    """Run the parts in their order; 0 if all are done."""
+    record, commit = record_of(args), report.commit()
+    deadline = time.monotonic() + (args.budget or float("inf"))
     record.take_over(chosen, args.toy)
     ahead = [part for part in chosen if args.again or not record.is_done(part, commit)]
-    waiting, running = list(ahead), list[tuple[Running, float, bool]]()
     if kept := [part.name for part in chosen if part not in ahead]:
         print(f"done at this commit, and kept (--again repeats): {', '.join(kept)}\n", flush=True)
-
-    def keep(outcome: Outcome, part: Part, begin: float) -> None:
+    for number, part in enumerate(ahead, start=1):
+        left, begin = deadline - time.monotonic(), time.time()
+        if reason := why_not(part, left, args):
+            print(f"{part.name}: left out: {reason}\n", flush=True)
+            outcome, result = Outcome(part.name, "left out", output=reason), ""
+        else:
+            to_go = _to_go(ahead[number - 1 :], args.toy)
+            print(f"[{number}/{len(ahead)}] {part.name} ...{to_go}", flush=True)
+            outcome, result = run(part, left, args), part.result_of(args.toy)
         outcome.commit = commit
-        record.spent[commit] = spent + time.monotonic() - called
-        record.add(
-            outcome,
-            "" if outcome.state == "left out" else part.result_of(args.toy),
-            vars(args),
-            begin,
-        )
-
-    try:
-        while waiting or running:
-            while waiting and _may_start(
-                waiting[0], [at_work.part for at_work, *_ in running], args.jobs
-            ):
-                part, left = waiting.pop(0), deadline - time.monotonic()
-                if reason := why_not(part, left, args):
-                    print(f"{part.name}: left out: {reason}\n", flush=True)
-                    keep(Outcome(part.name, "left out", output=reason), part, time.time())
-                else:
-                    number = len(ahead) - len(waiting)
-                    print(
-                        f"[{number}/{len(ahead)}] {part.name} "
-                        f"...{_to_go([part, *waiting], args.toy)}",
-                        flush=True,
-                    )
-                    at_work = Running(part, args.device, args.toy, min(part.limit, left))
-                    running.append((at_work, time.time(), left < part.limit))
-            for entry in list(running):
-                at_work, begin, is_cut = entry
-                outcome = at_work.outcome()
-                if outcome is not None:
-                    running.remove(entry)
-                    if outcome.state == "overran" and is_cut:
-                        outcome.state = "left out"  # the budget ended it, not its own limit
-                    output = report.for_terminal(outcome.output)
-                    print(
-                        f"{output}\n{outcome.part}: {outcome.state}, {outcome.seconds:.0f} s\n",
-                        flush=True,
-                    )
-                    if args.on == "cpu" and not outcome.is_bad:
-                        outcome.output = ""  # its results say the same, and the file is committed
-                    keep(outcome, at_work.part, begin)
-            time.sleep(LOOK_SECONDS if running else 0)
-    finally:
-        for at_work, *_ in running:
-            at_work.end()
+        record.add(outcome, result, vars(args), begin)
     print(report.for_terminal(summary(record, chosen, args.toy)))
     print(f"\nwritten to {record.path}")
     return int(any(not record.is_done(part, commit) for part in chosen))
 
 
-def _may_start(part: Part, at_work: Sequence[Part], jobs: int) -> bool:
-    """What times nothing may run beside each other; whatever is timed runs alone."""
-    return not at_work or (not any(one.timed for one in (part, *at_work)) and len(at_work) < jobs)
+def run(part: Part, left: float, args: argparse.Namespace) -> Outcome:
+    """Run a part for at most `left` seconds, and say what became of it."""
+    running = Running(part, args.device, args.toy, min(part.limit, left))
+    try:
+        while (outcome := running.outcome()) is None:
+            time.sleep(LOOK_SECONDS)
+    except BaseException:
+        running.end()
+        raise
+    if outcome.state == "overran" and left < part.limit:
+        outcome.state = "left out"  # the budget ended it, not its own limit
+    output = report.for_terminal(outcome.output)
+    print(f"{output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
+    if args.on == "cpu" and not outcome.is_bad:
+        outcome.output = ""  # its results say the same, and the file is committed
+    return outcome
 
 
 def _to_go(ahead: Sequence[Part], toy: bool) -> str:

@@ -2,10 +2,6 @@
 number of ranks.
 
 With one rank, the package skips them. `ranks_that_communicate` gives a group of one that does not.
-
-    python -m tests.support.all_collectives
-
-writes the list of them into docs/gpu.md, with the cases that reach each.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -42,8 +38,6 @@ from tests.support.paths import ROOT
 from tests.support.same import first_difference
 
 PACKAGE = ROOT / "deepspeed_ext"
-PAGE = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- begin: written by `make docs` -->\n", "<!-- end: written by `make docs` -->"
 COLLECTIVES = frozenset(
     {
         "all_reduce",
@@ -267,49 +261,15 @@ def communicate(way: str) -> str:
 # -- which collectives that reaches ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a collective in the package.
-
-    Attributes:
-        file: relative to the package.
-        function: that it stands in, with its class.
-        collective: the name of what is called.
-    """
-
-    file: str
-    line: int
-    function: str
-    collective: str
-
-    @property
-    def place(self) -> str:
-        """File and line."""
-        return f"{self.file}:{self.line}"
-
-
-def called() -> list[Call]:
-    """Every call of a collective in the package, in the order of the files."""
-    found = list[Call]()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[:2] != NOT_HERE:
-            found += _calls_of(ast.parse(path.read_text()), str(path.relative_to(PACKAGE)), "")
-    return found
-
-
-def _calls_of(tree: ast.AST, file: str, inside: str) -> Iterator[Call]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _calls_of(node, file, f"{inside}.{node.name}".lstrip("."))
-            continue
-        if isinstance(node, ast.Call) and _is_collective(node.func):
-            yield Call(file, node.lineno, inside, ast.unparse(node.func).rpartition(".")[2])
-        yield from _calls_of(node, file, inside)
-
-
 def places() -> set[str]:
     """Every call of a collective in the package, as file and line."""
-    return {call.place for call in called()}
+    return {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[:2] != NOT_HERE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and _is_collective(node.func)
+    }
 
 
 def _is_collective(function: ast.expr) -> bool:
@@ -322,28 +282,12 @@ def _is_collective(function: ast.expr) -> bool:
     )
 
 
-def reached() -> dict[str, set[str]]:
-    """The body of a rank: the lines of the package that each of `WAYS` runs, as file and line."""
-    found = {}
-    for way in WAYS:
-        with _lines() as lines:
+def reached() -> set[str]:
+    """The body of a rank: the lines of the package that `WAYS` run, as file and line."""
+    with _lines() as lines:
+        for way in WAYS:
             communicate(way)
-        found[way] = lines
-    return found
-
-
-def page_section(calls: list[Call], lines: dict[str, set[str]]) -> str:
-    """The list of collectives for the page, in Markdown: what is called, where, and the cases that
-    reach it."""
-    rows = dict[tuple[str, str, str], set[str]]()
-    for call in calls:
-        ways = rows.setdefault((call.collective, call.file, call.function), set())
-        ways |= {way for way, found in lines.items() if call.place in found}
-    table = ["| collective | called in | cases |", "| --- | --- | --- |"]
-    for (collective, file, function), ways in sorted(rows.items()):
-        cases = ", ".join(f"`{way}`" for way in WAYS if way in ways)
-        table.append(f"| `{collective}` | `{file}`, `{function}` | {cases} |")
-    return "\n".join(table)
+    return lines
 
 
 @contextmanager
@@ -364,18 +308,3 @@ def _lines() -> Iterator[set[str]]:
         yield found
     finally:
         sys.settrace(before)
-
-
-def main() -> None:
-    # found by its module's name in the rank
-    from tests.support.all_collectives import reached as body
-    from tests.support.ranks import run_ranks
-
-    found = run_ranks(2, body, device="sim")[0]  # two send to each other
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    text = page_section(called(), found)
-    PAGE.write_text(f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
-
-
-if __name__ == "__main__":
-    main()

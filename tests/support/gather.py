@@ -14,13 +14,12 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_z3_leaf_modules
 
 import deepspeed_ext
 from tests.support.compare import Record, base_config, train
 from tests.support.models import batches
 from tests.support.same import assert_same
-from tests.support.zero3 import Experts, ZooModel, gathered
+from tests.support.zero3 import ZooModel, gathered, with_leaves
 
 OURS = {"stage3_allgather_single_param": True}
 STEPS = 8
@@ -62,10 +61,7 @@ def make_model(way: str, config: dict[str, Any]) -> torch.nn.Module:
         else nullcontext()
     )
     with context:
-        model = ZooModel()
-    if way == "leaf":
-        set_z3_leaf_modules(model, [Experts])
-    return model
+        return with_leaves() if way == "leaf" else ZooModel()
 
 
 def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:

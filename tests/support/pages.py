@@ -38,7 +38,6 @@ _MAKE_ARGUMENTS = {
     "soak": "tests.soak.run",
     "bench": "tests.perf.suite",
     "bench-gpu": "tests.perf.suite",
-    "test-gpu": "tests.perf.suite",
 }
 """Targets of the Makefile that hand ARGS to a program, some also MODE or PARTS."""
 
@@ -180,6 +179,8 @@ def _check_make(arguments: Sequence[str]) -> None:
             given = ["--mode", values["MODE"]] if "MODE" in values else []
             given += ["--parts", *values["PARTS"].split()] if "PARTS" in values else []
             _parse_program(_MAKE_ARGUMENTS[target], [*given, *shlex.split(values.get("ARGS", ""))])
+        elif target == "test-gpu":
+            _check_pytest(shlex.split(f"{values.get('PARTS', '')} {values.get('ARGS', '')}"))
 
 
 def _check_pytest(arguments: Sequence[str]) -> None:

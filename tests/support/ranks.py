@@ -4,8 +4,8 @@
 reports how each ended, for tests in which a rank is meant to die. A body is a module-level function
 of a test module; it is sent by name, called with torch.distributed initialised, and its return
 value travels back by pickle. The backend is gloo on the CPU and NCCL on an accelerator; when ranks
-must share one, what `tests.support.shared_device` finds to work. The rendezvous is always a file,
-never a port. On the device "sim", the ranks have the simulated accelerator; so they have on others
+must share one, that of `tests.support.shared_device`. The rendezvous is always a file, never a
+port. On the device "sim", the ranks have the simulated accelerator; so they have on others
 after `simulate`.
 """
 
@@ -81,7 +81,6 @@ class RankPool:
         start_timeout_seconds: float = START_TIMEOUT_SECONDS,
     ) -> None:
         self.world_size = world_size
-        self.shares_nccl = False
         self.folder = Path(tempfile.mkdtemp(prefix="dsext-ranks-"))
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes] | ForkedRank] = []
@@ -96,8 +95,7 @@ class RankPool:
                 self.processes.append(start(environment, theirs.fileno(), log))
             theirs.close()
             self.connections.append(ours)
-        most = shared_device.MOST_SECONDS if self.shares_nccl else start_timeout_seconds
-        self._require(self._collect(most), "start")
+        self._require(self._collect(start_timeout_seconds), "start")
 
     def _environment(self, rank: int, device: str, group_timeout_seconds: float) -> dict[str, str]:
         unwanted = ("MASTER_ADDR", "MASTER_PORT")
@@ -119,10 +117,7 @@ class RankPool:
         if device == "sim":
             environment.setdefault("SIMULATED_DEVICES", str(self.world_size))
         if device == "accelerator":
-            environment.update(SHORT_DUMPS)
-            sharing = shared_device.environment(rank, self.world_size)
-            self.shares_nccl = sharing.get(shared_device.BACKEND) == "nccl"
-            environment.update(sharing)
+            environment |= SHORT_DUMPS | shared_device.environment(rank, self.world_size)
         return environment
 
     def _log_path(self, rank: int) -> Path:
@@ -146,14 +141,9 @@ class RankPool:
         if module == "__main__":  # a benchmark started with python -m
             module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
         task = pickle.dumps((module, body.__qualname__, args, kwargs))
-        if self.shares_nccl:
-            timeout_seconds = min(timeout_seconds, shared_device.MOST_SECONDS)
         for connection in self.connections:
             connection.send_bytes(task)
-        outcomes = self._collect(timeout_seconds, grace_seconds)
-        if self.shares_nccl and any(outcome.hung for outcome in outcomes):
-            shared_device.note_hang(f"{body.__module__}.{body.__qualname__}")
-        return outcomes
+        return self._collect(timeout_seconds, grace_seconds)
 
     def _collect(
         self, timeout_seconds: float, grace_seconds: float = GRACE_SECONDS

@@ -15,7 +15,12 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_grad
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_grad,
+)
 
 import deepspeed_ext
 from deepspeed_ext.zenflow.plan import chunks
@@ -33,6 +38,7 @@ from tests.support.zenflow import (
     weights_of,
     zenflow_config,
 )
+from tests.support.zero3 import with_leaves
 
 STEPS, MIDDLE = 8, 5
 """Optimizer steps of a run; a checkpoint is written after the middle one."""
@@ -144,6 +150,19 @@ VARIANTS: dict[str, Variant] = {
     "selective": Variant(RULES["selective"], stages=(1, 2, 3)),
     "selective, share": Variant(RULES["selective"], SHARE),
     "selective, state on the host": Variant(SELECTIVE_AWAY),
+    **{
+        f"{name}, experts": Variant(
+            section,
+            stages=(1, 2),
+            ranks=(2, 4),
+            optimizer="Lion" if name == "Lion" else "AdamW",
+            model=partial(ExpertModel, 2, 4),
+            groups=expert_groups,
+        )
+        for name, section in (RULES | {"Lion": RULES["predictive"]}).items()
+    },
+    "predictive, leaf modules": Variant(RULES["predictive"], stages=(3,), model=with_leaves),
+    "selective, leaf modules": Variant(RULES["selective"], stages=(3,), model=with_leaves),
     "hidden copies": Variant(
         {"hide_transfers": True}, like={"hide_transfers": False}, stages=(1, 2, 3), device="sim"
     ),
@@ -252,13 +271,17 @@ def small_parts() -> Iterator[None]:
 
 def state_at_end(engine: Any, variant: Variant) -> dict[str, Any]:
     """Weights, p, norm and skipped steps. p without padding, which no checkpoint has."""
-    norm = engine.get_global_grad_norm()
-    masters = masters_of if variant.groups is expert_groups else full_masters_of
+    norm, optimizer = engine.get_global_grad_norm(), engine.optimizer
+    if variant.groups is expert_groups:
+        lengths = zip(masters_of(engine), optimizer.groups_padding, strict=True)
+        masters = [master[: master.numel() - padding] for master, padding in lengths]
+    else:
+        masters = full_masters_of(engine)
     return {
         "norm": None if norm is None else float(norm),
         "skipped": engine.skipped_steps,
         "weights": weights_of(engine),
-        "masters": masters(engine),
+        "masters": masters,
     }
 
 
@@ -266,8 +289,16 @@ def state_at_end(engine: Any, variant: Variant) -> dict[str, Any]:
 
 
 def _look(engine: Any, folder: str, number: int) -> None:
+    """Inside `exact_weights` the model has p, rounded."""
     with engine.optimizer.exact_weights():
-        assert all(weight.isfinite().all() for weight in weights_of(engine).values())
+        found = weights_of(engine)
+        p = {
+            name: safe_get_full_fp32_param(param).to(param.dtype).float().cpu()
+            for name, param in engine.module.named_parameters()
+            if param.requires_grad
+        }
+    difference = first_difference(p, {name: found[name] for name in p}, f"exact, step {number}")
+    assert not difference, difference
 
 
 def _read(engine: Any, folder: str, number: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
 WIDTH = 24
@@ -78,6 +79,13 @@ class ZooModel(nn.Module):
         return nn.functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
         )
+
+
+def with_leaves() -> ZooModel:
+    """The model, whose experts are fetched together."""
+    model = ZooModel()
+    set_z3_leaf_modules(model, [Experts])
+    return model
 
 
 def gathered(engine: Any) -> dict[str, torch.Tensor]:

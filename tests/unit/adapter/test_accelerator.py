@@ -1,8 +1,8 @@
 """Bodies of the CPU tests on a real accelerator: one rank, and two and three ranks that may share a
 device.
 
-One rank talks through the accelerator's own backend (NCCL), and so do ranks on one device where
-that works (`tests.support.shared_device`). Tiered flattening has its own file,
+One rank talks through the accelerator's own backend (NCCL); `tests.support.shared_device` says
+through what those on one device do. Tiered flattening has its own file,
 ``flatten/test_gpu.py``; copies have theirs, ``zenflow/transfers/test_copies.py``.
 """
 
@@ -21,10 +21,7 @@ from tests.support.same import assert_same
 from tests.support.zenflow import zenflow_config
 from tests.support.zenflow_runs import (
     difference,
-    exact_and_back,
     initial_weights,
-    losses_of,
-    selective_config,
     start_model,
     with_and_without,
 )
@@ -80,32 +77,3 @@ def test_predicted_training_stays_close_to_adamw(stage: int, ranks: int) -> None
 def test_resume_continues_to_the_bit(stage: int, ranks: int, tmp_path: Path) -> None:
     config = zenflow_config(stage, full_warm_up_rounds=2)
     assert not failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_selective_equals_zero_offload_if_nothing_is_deferred(stage: int, ranks: int) -> None:
-    config = selective_config(stage, update_interval=1)
-    for expected, actual in on(ranks, with_and_without, config, 12):
-        assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
-        for name, weight in expected.weights.items():
-            torch.testing.assert_close(actual.weights[name], weight, rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
-    config = selective_config(stage, torch.bfloat16, overlap_step=True)
-    plain = on(1, losses_of, config, 14)[0]
-    config["zero_optimization"]["zenflow"]["offload"] = True
-    offloaded = on(1, losses_of, config, 14)[0]
-    assert plain[0] == offloaded[0]
-    assert_same(plain[1]["weights"], offloaded[1]["weights"], "weights")
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, ranks: int) -> None:
-    for found in on(ranks, exact_and_back, zenflow_config(stage)):
-        assert found.pop("predicted"), "they are no prediction"
-        assert found == {"exact": "", "after": "", "losses": ""}

@@ -21,7 +21,6 @@ from tests.support.same import first_difference
 from tests.support.zenflow import RULES as OVERLAPPED
 from tests.support.zenflow import (
     make_engine,
-    masters_of,
     offload_config,
     train,
     weights_of,
@@ -106,60 +105,6 @@ def test_without_overlap_it_equals_zero_offload(
             assert found[rule]["norms"] == pytest.approx(expected["norms"], rel=tolerance), rule
             assert found[rule]["skipped"] == expected["skipped"] == len(overflows)
             assert not found[rule]["replicas"]
-
-
-def saved_and_resumed(config: dict[str, Any], ep_size: int, folder: str) -> dict[str, Any]:
-    """Overlapped: a run without a save, one that saves at every step, and one from each of these
-    checkpoints."""
-    data = batches(STEPS + 2, dist.get_rank())
-    engine = engine_of(config, ep_size)
-    losses = train(engine, data)
-    expected = {"weights": weights_of(engine), "masters": masters_of(engine)}
-    differing = replicas_differ(engine)
-    engine.destroy()
-    engine, saving = engine_of(config, ep_size), []
-    for step, batch in enumerate(data, 1):
-        saving += train(engine, [batch])
-        if step >= STEPS - 3:
-            engine.save_checkpoint(folder, tag=str(step))
-    found = [first_difference((losses, expected), (saving, _final(engine)), "saving")]
-    engine.destroy()
-    for step in range(STEPS - 3, STEPS + 1):
-        engine = engine_of(config, ep_size)
-        engine.load_checkpoint(folder, tag=str(step))
-        rest = train(engine, data[step:])
-        found.append(
-            first_difference((losses[step:], expected), (rest, _final(engine)), f"from {step}")
-        )
-        engine.destroy()
-    return {"differences": [each for each in found if each], "replicas": differing}
-
-
-def _final(engine: Any) -> dict[str, Any]:
-    return {"weights": weights_of(engine), "masters": masters_of(engine)}
-
-
-@pytest.mark.sampled(30)
-@pytest.mark.parametrize("rule", OVERLAPPED)
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("ranks", "ep_size"), WAYS)
-def test_a_resumed_run_is_exact(
-    ranks: int, ep_size: int, stage: int, rule: str, tmp_path: Path
-) -> None:
-    config = zenflow_config(stage, torch.bfloat16, **OVERLAPPED[rule])
-    for found in run_ranks(ranks, saved_and_resumed, config, ep_size, str(tmp_path)):
-        assert found == {"differences": [], "replicas": []}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_resumed_run_is_exact_on_an_accelerator(stage: int, ep_size: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, torch.bfloat16, **OVERLAPPED["predictive"])
-    for found in run_ranks(
-        2, saved_and_resumed, config, ep_size, str(tmp_path), device="accelerator"
-    ):
-        assert found == {"differences": [], "replicas": []}
 
 
 def resumed_elsewhere(config: dict[str, Any], ep_size: int, folder: str, only_weights: bool) -> str:

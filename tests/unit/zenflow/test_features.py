@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import psutil
-import pytest
 from deepspeed import comm as dist
 
 from tests.support.models import batches, two_groups
@@ -15,39 +14,6 @@ from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.resident import resident_bytes
 from tests.support.zenflow import make_engine, train, zenflow_config
-from tests.support.zenflow_runs import exact_and_back
-
-STAGES = [1, 2, 3]
-SCHEDULER = {
-    "type": "WarmupDecayLR",
-    "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-3},
-}
-SELECTIVE = {
-    "topk_ratio": 0.2,
-    "update_interval": 2,
-    "select_interval": 4,
-    "overlap_step": True,
-}
-
-
-def overlapped_with_schedule(config: dict) -> tuple[list[float], int]:
-    engine = make_engine(config, groups=two_groups)
-    lrs = []
-    for batch in batches(16, dist.get_rank()):
-        train(engine, [batch])
-        lrs.append(engine.get_lr()[0])
-    steps = engine.optimizer.host_optimizer.state.updates
-    engine.destroy()
-    return lrs, steps
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_one_scheduler_step_per_optimizer_step(stage: int) -> None:
-    config = {**zenflow_config(stage, accumulation=2), "scheduler": SCHEDULER}
-    lrs, updates = run_ranks(1, overlapped_with_schedule, config)[0]
-    assert updates == 8
-    assert lrs[0::2][1:] == lrs[1::2][:-1]
-    assert len(set(lrs)) > 5
 
 
 def measured_run(config: dict) -> dict[str, Any]:
@@ -85,25 +51,6 @@ def test_a_run_trains_and_is_measured() -> None:
     tables = re.findall(r"^\| ((?:`(?:zenflow|startup|flatten)_\w+`,? ?)+)\|", pages, re.MULTILINE)
     in_tables = set(re.findall(r"`(\w+)`", "".join(tables)))
     assert set(figures) <= in_tables, "a metric without a meaning in the manual"
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("stage", "zenflow"),
-    [
-        (2, {}),
-        (1, SELECTIVE),
-        (3, SELECTIVE),
-        *(pytest.param(stage, {}, marks=pytest.mark.full) for stage in (1, 3)),
-        pytest.param(2, SELECTIVE, marks=pytest.mark.full),
-    ],
-)
-def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, zenflow: dict) -> None:
-    """After three steps the weights do not yet contain the update of the cold blocks that step
-    three submitted."""
-    for found in run_ranks(2, exact_and_back, zenflow_config(stage, **zenflow)):
-        assert found.pop("predicted"), "they are no prediction"
-        assert found == {"exact": "", "after": "", "losses": ""}
 
 
 def monitored(config: dict, folder: str) -> None:

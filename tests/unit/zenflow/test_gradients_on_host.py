@@ -9,17 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
 from deepspeed_ext.runtime import memory, proc
-from tests.support.models import OddModel, batches, on_device
+from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import (
-    RULES,
     make_engine,
     train,
     zenflow_config,
@@ -27,9 +23,7 @@ from tests.support.zenflow import (
 
 pytestmark = pytest.mark.sampled()
 
-STEPS = 8
 STAGES = (2, 3)
-"""Elements that the host computes at once, so that small partitions have several parts."""
 
 
 def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[str, Any]:
@@ -45,76 +39,6 @@ def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[st
 
 def goes_to_host(engine: Any) -> bool:
     return engine.optimizer._host_gradients is not None
-
-
-# -- equal to the same run with gradients on the accelerator ---------------------------------------
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-WIDTH, LAYERS = 128, 16
-
-
-class Layers(nn.Module):
-    """Residual linear layers, each a small part of all parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            rows = rows + layer(rows)
-        return rows.float().square().mean()
-
-
-def most_bytes(config: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of the accelerator between steps and at most, in overlapped steps, without what was
-    there before."""
-    accelerator = get_accelerator()
-    module = Layers()
-    before = accelerator.memory_allocated()
-    engine = make_engine(config, model=lambda: module)
-    rows = on_device(torch.randn(2, WIDTH).bfloat16())
-    for step in range(6):
-        if step == 3:
-            accelerator.synchronize()
-            accelerator.reset_peak_memory_stats()
-        engine.backward(engine(rows))
-        engine.step()
-    accelerator.synchronize()
-    found = accelerator.memory_allocated() - before, accelerator.max_memory_allocated() - before
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_only_the_weights_are_on_the_accelerator(stage: int, rule: str) -> None:
-    """With one rank they are whole; a bucket and a few parameters come on top, and never a second
-    partition."""
-    params, largest = WIDTH * WIDTH * LAYERS, WIDTH * WIDTH
-    config = zenflow_config(stage, **RULES[rule] | {"hide_transfers": False})
-    config["zero_optimization"] |= {"reduce_bucket_size": largest, "sub_group_size": 10**9}
-    config["zero_optimization"] |= {
-        "stage3_prefetch_bucket_size": largest,
-        "stage3_param_persistence_threshold": 0,
-    }
-    ((between, most),) = run_ranks(1, most_bytes, placed(config, True), device="sim")
-    assert between <= 2 * params + 2 * largest + 4096
-    hot = 2 * params // 5 if rule == "selective" else 0
-    assert most <= 2 * params + 10 * largest + hot
-    ((_, stays),) = run_ranks(1, most_bytes, placed(config, False), device="sim")
-    assert stays >= most + 2 * params - 2 * largest
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-# -- weights and states from outside ---------------------------------------------------------------
-
-
-# -- gradients from outside ------------------------------------------------------------------------
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from tests.support.guarded import (
 from tests.support.log import heard
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
-from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 
@@ -107,35 +106,6 @@ def test_an_error_of_one_rank_makes_all_synchronous_at_the_same_step(
     assert nothing == []
 
 
-def test_synchronous_steps_have_exact_weights() -> None:
-    sources, _ = run_ranks(1, follow, zenflow_config(2, full_warm_up_rounds=2), 5.0, 0)[0]
-    assert sources.count("exact") == 4
-
-
-def save_guarded(*args: Any) -> str:
-    with probing(1, 2), patch.object(Sample, "errors", large_errors(6, 5.0, 0)):
-        return train_and_save(*args)
-
-
-def resume_guarded(*args: Any) -> list[str]:
-    with probing(1, 2), patch.object(Sample, "errors", large_errors(6, 5.0, 0)):
-        return resume_from_each(*args)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 1), (3, 2)])
-def test_resume_with_the_guard_on_and_before_and_after(
-    stage: int, ranks: int, tmp_path: Path
-) -> None:
-    """From each step of the run above: errors not judged yet, a strike, synchronous steps, and
-    overlapped again."""
-    config = zenflow_config(stage, full_warm_up_rounds=2)
-    assert (
-        failed_resumes(ranks, config, 3, 9, str(tmp_path), bodies=(save_guarded, resume_guarded))
-        == []
-    )
-
-
 # -- overflow, and what may change on resume -------------------------------------------------------
 
 SETTINGS = [
@@ -181,21 +151,6 @@ def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: in
         assert run.probes == calm[0].probes
     assert calm[0].trips[-1] == 1
     assert {"exact", "predicted"} == set(calm[0].sources)
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
-def test_in_fp16_a_good_prediction_is_left_alone(stage: int) -> None:
-    """With real errors, overflows and a loss scale that changes: the run is that without a guard,
-    to the bit."""
-    overflowing, ways = (1, 5, 8), []
-    for factor in (3.0, 0.0):
-        config = guarded_config(stage, torch.float16, prediction_error_factor=factor)
-        ways.append(run_ranks(2, run_guarded, config, 0, 14, overflowing))
-    for guarded, free in zip(*ways, strict=True):
-        assert (guarded.losses, guarded.applied()) == (free.losses, free.applied())
-        assert guarded.trips[-1] == 0
-        assert guarded.probes > 2
-        assert sum(guarded.overflowed) == len(overflowing)
 
 
 @pytest.mark.full

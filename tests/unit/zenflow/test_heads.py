@@ -17,27 +17,21 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.plan import head_of
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.same import assert_same, first_difference
+from tests.support.same import assert_same
 from tests.support.state_access import state_of
 from tests.support.zenflow import (
     RULES,
     full_masters_of,
     make_engine,
-    masters_of,
     train,
-    weights_of,
     zenflow_config,
 )
-from tests.support.zenflow_runs import difference, with_and_without
 
 pytestmark = pytest.mark.sampled(6)
 
-STEPS = 12
 CODED = {"state_dtype": "int8"}
-DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
 def config_of(
@@ -50,54 +44,6 @@ def config_of(
     config = zenflow_config(stage, dtype, **{**RULES[rule], **fields})
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
     return config
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_without_overlap_any_ratio_equals_zero_offload(stage: int, ratio: float) -> None:
-    """The tolerance is that of `test_training`, for the same reason."""
-    config = config_of(stage, ratio, overlap_step=False)
-    for expected, actual in run_ranks(2, with_and_without, config, STEPS):
-        assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert difference(expected, actual) < 1e-4
-
-
-def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
-    """Train, look, save beside training and train on: how that differs from training alone, and
-    what stays shown."""
-    data = batches(10, dist.get_rank())
-    engine = make_engine(config, groups=two_groups)
-    losses = train(engine, data)
-    expected = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
-    engine.destroy()
-    engine = make_engine(config, groups=two_groups)
-    adam = engine.optimizer.host_optimizer
-    found = [] if any(adam.state.heads.numels) else ["nothing is on the accelerator"]
-    losses = []
-    for number, batch in enumerate(data):
-        losses += train(engine, [batch])
-        if adam.state.heads.is_shown and number % 3 == 2:
-            found.append(f"still shown in step {number}")
-        if number % 3 == 0:
-            engine.save_checkpoint(folder, tag=str(number))
-            engine.offload_states(pin_memory=False)
-            engine.reload_states()
-    actual = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
-    engine.destroy()
-    return [*found, first_difference(expected, actual)]
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("stage", "fields"), [(2, {}), (3, {}), (2, CODED), (3, CODED)])
-def test_saving_and_moving_away_change_nothing_and_leave_no_copy_on_the_host(
-    stage: int, fields: dict[str, Any], device: str, async_save: bool, tmp_path: Path
-) -> None:
-    config = config_of(stage, 0.4, async_save=async_save, **fields)
-    for found in run_ranks(
-        2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device
-    ):
-        assert list(filter(None, found)) == []
 
 
 def saved_elsewhere(config: dict[str, Any], folder: str) -> list[torch.Tensor]:
@@ -204,31 +150,6 @@ def test_moments_are_rounded_alike_wherever_they_step(stage: int, states: str) -
     for everywhere, shared in run_ranks(2, moments_after_one_step, config):
         assert any(values.any() for values in everywhere.values())
         assert_same(everywhere, shared)
-
-
-def overflowing(config: dict[str, Any]) -> tuple[list[float], list[float], int]:
-    """Losses with and without a share where the loss scale is too large at first, and the steps
-    that were skipped."""
-    allow_fp16()
-    found = []
-    for ratio in (1.0, 0.4):
-        config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
-        engine = make_engine(config)
-        found.append(train(engine, batches(16, dist.get_rank())))
-        skipped = engine.skipped_steps
-        engine.destroy()
-    return found[0], found[1], skipped
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_overflow_skips_the_share_too(stage: int, device: str) -> None:
-    config = config_of(stage, 0.4, dtype=torch.float16, overlap_step=False)
-    config["gradient_accumulation_steps"] = 2
-    config["fp16"] |= {"initial_scale_power": 24, "hysteresis": 1}
-    for expected, actual, skipped in run_ranks(1, overflowing, config, device=device):
-        assert skipped > 0
-        assert actual == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from deepspeed_ext.checkpoint import zenflow_state
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import start
@@ -34,7 +33,6 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.waiting import wait_until
 from tests.support.zenflow import (
-    RULES,
     full_masters_of,
     make_engine,
     train,
@@ -357,41 +355,3 @@ def test_everything_may_step_on_the_accelerator(stage: int) -> None:
 
 
 # -- a run that does not move ----------------------------------------------------------------------
-
-
-def selective_runs(stage: int, accumulation: int, folder: str) -> list[Any]:
-    """Whether a run under the selective rule keeps its plan, one that goes on on another machine
-    too; how the latter differs, and one whose number of threads changes in mid-run: the one thing
-    that it could choose anew without rounding."""
-    data, at = batches(16 * accumulation, dist.get_rank()), 5 * accumulation
-    config = zenflow_config(stage, accumulation=accumulation, **RULES["selective"])
-    found, kept = list[dict[str, Any]](), list[bool]()
-    for changes in ("nothing", "threads", "machine"):
-        elsewhere = changes == "machine"
-        with patch.object(zenflow_state, "host_id", lambda name=changes: name):
-            engine = make_engine(config, groups=two_groups)
-            host = engine.optimizer.host_optimizer
-            plan = host.decided
-            if elsewhere:
-                engine.load_checkpoint(folder, tag="nothing")
-                losses = found[0]["losses"][:at]
-            else:
-                losses = train(engine, data[:at])
-                engine.save_checkpoint(folder, tag=changes)
-            if changes == "threads":
-                host.link.limit_threads(1)
-            found.append(result_of(engine, losses + train(engine, data[at:])))
-            kept.append(host.decided is plan)
-            engine.destroy()
-    return [kept, *(first_difference(found[0], other) for other in found[1:])]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_run_under_the_selective_rule_keeps_its_plan_and_threads_change_no_bit(
-    stage: int, accumulation: int, tmp_path: Path
-) -> None:
-    pool, args = f"moving, {stage == 3}", (stage, accumulation, str(tmp_path))
-    found = run_ranks(2, selective_runs, *args, device="sim", pool=pool)
-    assert found == [[[True] * 3, "", ""]] * 2

@@ -15,80 +15,70 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_full_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.errors import OutOfMemoryError, StateError, WorkerError
 from deepspeed_ext.runtime import memory
-from tests.support.models import batches, on_device, two_groups
-from tests.support.offloaded import Adapted, held
+from tests.support.models import OddModel, batches, on_device, two_groups
 from tests.support.optimizer_process import gone
 from tests.support.ranks import run_ranks
-from tests.support.same import assert_same
-from tests.support.zenflow import RULES, make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 pytestmark = pytest.mark.sampled(8)
 STEPS = 10
-WAYS: dict[str, dict[str, Any]] = {
-    "page-locked": {"pin_memory": True, "non_blocking": True},
-    "pageable": {"pin_memory": False},
-}
 
 
-def run(
-    config: dict[str, Any], rank: int, away_after: set[int], how: dict[str, Any]
-) -> dict[str, Any]:
-    engine = make_engine(config, model=Adapted, groups=two_groups)
-    losses = []
-    for number, batch in enumerate(batches(STEPS, rank), start=1):
-        losses += train(engine, [batch])
-        if number in away_after:
-            engine.offload_states(**how)
-            engine.reload_states()
-    found = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
-    trained = [param for param in engine.module.parameters() if param.requires_grad]
-    found["m"] = [
-        safe_get_full_optimizer_state(param, "exp_avg").cpu().clone() for param in trained
-    ]
+class Adapted(OddModel):
+    """A frozen parameter amid trained ones, which two groups take in another order."""
+
+    def __init__(self, width: int = 37) -> None:
+        super().__init__(width, awkward=True)
+        del self.empty
+        self.norm.requires_grad_(False)
+
+
+def first_products() -> None:
+    """Multiply matrices in the threads of forward and backward: a device's library allocates
+    workspaces then, which stay and would count as something of the engine's."""
+    device = get_accelerator().current_device_name()
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = torch.nn.Linear(8, 8, device=device, dtype=dtype)
+        linear(torch.ones(8, 8, device=device, dtype=dtype)).sum().backward()
+
+
+def held(stage: int, rule: str, hidden: bool) -> dict[str, int]:
+    """Bytes on the accelerator: before the engine, between steps, while everything is away, and
+    back again."""
+    accelerator, found = get_accelerator(), {}
+
+    def note(name: str) -> None:
+        accelerator.synchronize()
+        found[name] = accelerator.memory_allocated()
+
+    first_products()
+    data = [on_device(batch) for batch in batches(8, rank=0)]
+    note("before")
+    config = zenflow_config(stage, hide_transfers=hidden, **RULES[rule])
+    # so wide that 70 kB of bias corrections, kept per device, hardly count
+    engine = make_engine(config, model=lambda: Adapted(320), groups=two_groups)
+    train(engine, data[:5])
+    note("between steps")
+    engine.offload_states()
+    note("away")
+    engine.reload_states()
+    note("back")
+    train(engine, data[5:])
+    note("after")
     engine.destroy()
     return found
 
 
-def goes_on_to_the_bit(config: dict[str, Any], way: str) -> None:
-    how = WAYS[way]
-    rank = deepspeed.comm.get_rank()
-    expected = run(config, rank, set(), how)
-    assert_same(expected, run(config, rank, set(range(1, STEPS + 1)), how), "after every step")
-    assert_same(expected, run(config, rank, {7}, how), "after a step in the middle of an interval")
-
-
-@pytest.mark.parametrize(
-    ("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
-)
-def test_between_micro_steps_of_one_accumulation_too(stage: int, rule: str) -> None:
-    run_ranks(
-        2, goes_on_to_the_bit, zenflow_config(stage, accumulation=3, **RULES[rule]), "page-locked"
-    )
-
-
-def frozen_stay_what_they_are(stage: int) -> None:
-    engine = make_engine(zenflow_config(stage), model=Adapted, groups=two_groups)
-    frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
-    before = weights_of(engine)
-    train(engine, batches(2, rank=0))
-    engine.offload_states(pin_memory=False)
-    engine.reload_states()
-    after = weights_of(engine)
+def losses_of(config: dict[str, Any], rank: int) -> list[float]:
+    """Those of a run that is left alone."""
+    engine = make_engine(config, model=Adapted, groups=two_groups)
+    losses = train(engine, batches(STEPS, rank))
     engine.destroy()
-    assert len(frozen) == 3
-    assert_same(
-        {name: before[name] for name in frozen}, {name: after[name] for name in frozen}, "frozen"
-    )
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_frozen_parameters_keep_their_values(stage: int) -> None:
-    run_ranks(2, frozen_stay_what_they_are, stage)
+    return losses
 
 
 @pytest.mark.gpu
@@ -167,7 +157,7 @@ def passes_meanwhile(stage: int) -> None:
     tried."""
     rank = deepspeed.comm.get_rank()
     config = zenflow_config(stage)
-    expected = run(config, rank, set(), {})["losses"]
+    expected = losses_of(config, rank)
     engine = make_engine(config, model=Adapted, groups=two_groups)
     first, *others = [on_device(batch) for batch in batches(STEPS, rank)]
     engine.offload_states(pin_memory=False)
@@ -224,7 +214,7 @@ def puts_back(config: dict[str, Any]) -> list[str]:
     """Run out of host memory on the last rank, at another allocation each time; training goes on as
     if it had not."""
     rank, last = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size() - 1
-    expected = run(config, rank, set(), {})["losses"]
+    expected = losses_of(config, rank)
     engine = make_engine(config, model=Adapted, groups=two_groups)
     with short_host_memory(after=1000) as asked:
         engine.offload_states(pin_memory=False)
@@ -299,9 +289,3 @@ def left_between_micro_steps(stage: int, rule: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_between_micro_steps_memory_is_free_too(stage: int, rule: str, dtype: torch.dtype) -> None:
     run_ranks(1, left_between_micro_steps, stage, rule, dtype, device="sim")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_sums_of_fp32_weights_come_back(stage: int) -> None:
-    config = zenflow_config(stage, torch.float32, accumulation=3)
-    run_ranks(2, goes_on_to_the_bit, config, "page-locked", device="sim")

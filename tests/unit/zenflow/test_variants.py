@@ -139,7 +139,7 @@ def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
     [
         *("predictive", "predictive, share", "selective", "exact", "hidden copies"),
         *("gradients on the host", "weights on the host, predictive"),
-        "weights on the host, selective",
+        *("weights on the host, selective", "predictive, Lion"),
     ],
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
