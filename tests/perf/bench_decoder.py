@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
-from deepspeed_ext.commands.memory.model import typical_largest
+from deepspeed_ext.commands.memory.model import typical
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.errors import ConfigError
@@ -222,7 +222,7 @@ def planned(way: Way, parameters: int) -> dict[str, float]:
     except ConfigError:
         return {}
     plan = plan_memory(
-        Model(parameters, typical_largest(parameters), "bfloat16"), Machine(1, 1), setup
+        Model(parameters, typical(parameters).largest, "bfloat16"), Machine(1, 1), setup
     )
     return {
         "planned device GiB": plan.peak(Place.ACCELERATOR) / GIB,

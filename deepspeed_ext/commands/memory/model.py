@@ -17,7 +17,6 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Machine", "Model", "Shape", "known", "machine_of", "read_shape", "typical"]
-__all__ += ["typical_largest"]
 
 GIB = 1 << 30
 
@@ -143,11 +142,6 @@ def typical(params: int) -> Shape:
 
     fitting = bisect_right(range(1, 1 << 12), params, key=lambda units: shape(units).params)
     return shape(max(1, fitting))
-
-
-def typical_largest(params: int) -> int:
-    """Elements of the largest parameter of a `typical` model."""
-    return min(params, typical(params).largest)
 
 
 def read_shape(name: str) -> tuple[Shape, list[str]]:

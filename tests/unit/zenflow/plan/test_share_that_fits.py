@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.commands.memory.model import typical_largest
+from deepspeed_ext.commands.memory.model import typical
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Model, Setup
 from deepspeed_ext.config import ZenFlowConfig
@@ -58,7 +58,7 @@ def peak_at(model: Model, ranks: Machine, setup: Setup, host_share: float) -> in
 def test_seven_billion_parameters_on_80_gb() -> None:
     """Half of the optimizer would need 82.8 GiB, so a run that took 61 % ended in its first
     step."""
-    model = Model(7 * GB, typical_largest(7 * GB), "bfloat16")
+    model = Model(7 * GB, typical(7 * GB).largest, "bfloat16")
     setup = Setup(stage=2, zenflow=ZenFlowConfig())
     total = 80 * GIB
     facts = facts_of(model, Machine(1, 1), setup, total)
@@ -88,7 +88,7 @@ def runs(draw: Any) -> tuple[Model, Machine, Setup, int]:
     setup = Setup(stage=stage, zenflow=section, accumulation=draw(st.sampled_from([1, 4])))
     ranks = draw(st.sampled_from([1, 2, 8]))
     return (
-        Model(params, typical_largest(params), "bfloat16"),
+        Model(params, typical(params).largest, "bfloat16"),
         Machine(ranks, ranks),
         setup,
         draw(st.integers(8, 192)),
@@ -114,7 +114,7 @@ def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_le
 
 @pytest.mark.parametrize("short", ["later", "reserve"])
 def test_nothing_steps_on_an_accelerator_that_has_no_room(short: str) -> None:
-    model = Model(GB, typical_largest(GB), "bfloat16")
+    model = Model(GB, typical(GB).largest, "bfloat16")
     setup = Setup(stage=2, zenflow=ZenFlowConfig())
     facts = facts_of(model, Machine(1, 1), setup, 24 * GIB)
     assert units_that_fit(facts, setup) > 0
