@@ -1,5 +1,4 @@
-"""Wraps the construction of an engine: an error of one rank is raised on every rank, and the log
-lists the enabled systems.
+"""Wraps the construction of an engine: an error of one rank is raised on every rank.
 
 An engine is built inside `built_together`, including DeepSpeed's own constructors: a rank that
 fails anywhere reports it at the other ranks' next agreement. If a collective of DeepSpeed comes
@@ -12,40 +11,22 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import model_groups, pipeline_topology
-from deepspeed_ext.adapter.zenflow_parts import zenflow_of
-from deepspeed_ext.adapter.zero_config import ZeroConfig
-from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.errors import ConfigError, StateError
-from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
 from deepspeed_ext.runtime.backend import (
-    SHARED_MEMORY,
     dist,
     get_accelerator,
-    has_host_memory,
     local_rank,
 )
-from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.log import logger, warn_once
-from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
-from deepspeed_ext.runtime.words import counted
-from deepspeed_ext.zenflow.plan.held import Held
-from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
-from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["built_together", "joint", "log_start", "ranks_of_model"]
+__all__ = ["built_together", "joint", "ranks_of_model"]
 
 
 def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
@@ -139,131 +120,3 @@ def _require_own_group() -> None:
             "would never end: fork before the parent trains, or start it with "
             'multiprocessing.get_context("spawn")'
         )
-
-
-MOST_RANKS = 8
-"""Maximum number of this host's ranks whose cores are listed; `deepspeed-ext plan` lists all."""
-
-
-def log_start(
-    settings: ZeroConfig | None,
-    optimizer: Any,
-    gather: SingleParameterGather | None,
-    binding: CoreBinding | None,
-) -> None:
-    """Log on rank 0 which of our systems an engine uses.
-
-    Args:
-        settings: the engine's ``zero_optimization``; None, if the extension was off when it was
-            read: nothing is logged.
-        gather: the single-parameter gather; None: DeepSpeed gathers.
-        binding: this rank's core binding; None: unbound.
-    """
-    if dist.get_rank() != 0 or settings is None:
-        return
-    if lines := _report(settings, optimizer, gather, binding):
-        ranks = dist.get_world_size()
-        title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
-        logger.info("\n".join([title, *lines]))
-    zenflow = zenflow_of(optimizer) is not None
-    if (
-        zenflow
-        and not get_accelerator().is_synchronized_device()
-        and (told := single_queue(os.environ))
-    ):
-        warn_once(told)
-    if zenflow and has_host_memory():
-        warn_once(
-            f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"
-        )
-
-
-def _report(
-    settings: ZeroConfig,
-    optimizer: Any,
-    gather: SingleParameterGather | None,
-    binding: CoreBinding | None,
-) -> list[str]:
-    """One or more lines for each system in use."""
-    parts: list[tuple[str, str]] = []
-    if (zenflow := zenflow_of(optimizer)) is not None and settings.zenflow is not None:
-        parts += [("ZenFlow", line) for line in _zenflow(settings.zenflow, zenflow.host)]
-    if isinstance(optimizer, ZeroOptimizer) and optimizer.flatten_plans:
-        parts.append(("flattening", _flattening(optimizer.flatten_plans)))
-    if gather is not None:
-        parts.append(("gather", gather.plan.describe()))
-    if binding is not None and binding.plan is not None:
-        parts += [("cores", line) for line in _cores(binding)]
-    before = ["", *(name for name, _ in parts)]
-    return [
-        f"  {'' if name == last else name:<12}{line}"
-        for last, (name, line) in zip(before, parts, strict=False)
-    ]
-
-
-def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
-    schedule = host.rule.schedule
-    layout = host.kind.layout
-    rounded = (
-        ""
-        if layout.moment_dtype == "float32"
-        else f", moments in {layout.moment_dtype} (not exact)"
-    )
-    rule = "exact" if host.decided.streams else settings.rule
-    how = f"{rule} rule{rounded}"
-    yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
-    if host.decided.rule.overlapped:
-        first = schedule.warm_up_steps
-        steps = (
-            "the first step waits for its"
-            if first == 1
-            else f"the first {first} steps wait for their"
-        )
-        yield f"{steps} own update; updates of later steps overlap with the next step"
-    else:
-        waits = "every step waits for its own update"
-        if host.decided.wait is Wait.FORWARD:
-            waits = "exact weights arrive during the next forward"
-        elif host.decided.peeks:
-            waits = "every step waits for its exact weights, and not for p and the moments"
-        yield waits
-    if host.decided.source is Source.BACKWARD:
-        computes = "" if host.decided.peeks else ", and the host computes the weights"
-        yield f"gradients go to the host during backward{computes}"
-    elif host.decided.copies is not Copies.NONE:
-        yield f"gradients and results are copied {host.decided.copies.value}"
-    yield _memory(host.decided)
-
-
-def _memory(plan: ZenFlowPlan) -> str:
-    """What ZenFlow holds on this rank."""
-    there, held = Place.ACCELERATOR, Held(plan)
-    here = held.parts(Place.HOST, Phase.BETWEEN)
-    locked = nbytes_of([part for part in here if part.memory.is_page_locked])
-    return (
-        f"a rank holds {_mib(nbytes_of(here))} of the host, {_mib(locked)} of it page-locked, and "
-        f"{_mib(held.nbytes(there, Phase.BETWEEN))} of the accelerator, "
-        f"{_mib(held.nbytes(there, Phase.STEP))} in a step"
-    )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
-
-
-def _flattening(plans: Sequence[FlattenPlan]) -> str:
-    size = sum(plan.facts.buffer_bytes for plan in plans) / 2**20
-    tiers = {plan.tier: plan.reason for plan in plans}
-    how = ", ".join(
-        tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items()
-    )
-    return f"{size:,.1f} MiB of parameters in {counted(len(plans), 'group')}, tier {how}"
-
-
-def _cores(binding: CoreBinding) -> Iterator[str]:
-    ranks = binding.agreement.host.ranks if binding.agreement.host is not None else ()
-    for rank in ranks[:MOST_RANKS]:
-        optimizer = f", optimizer on {format_cpulist(rank.optimizer)}" if rank.optimizer else ""
-        yield f"local rank {rank.local_rank}: PyTorch on {format_cpulist(rank.pytorch)}{optimizer}"
-    if len(ranks) > MOST_RANKS:
-        yield f"and {len(ranks) - MOST_RANKS} more ranks; `deepspeed-ext plan` lists all"

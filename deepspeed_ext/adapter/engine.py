@@ -1,206 +1,78 @@
-"""The engines that `deepspeed.initialize` builds with the extension on. They forward to the objects
-of `parts`, which do the work."""
+"""The engines that `deepspeed.initialize` builds with the extension on.
+
+They override methods of DeepSpeed's, here those of training, saving and loading. What a ZenFlow
+optimizer adds is in `zenflow_parts`; `readiness` checks calls, and `load` reads checkpoints.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.construction import built_together, log_start
-from deepspeed_ext.adapter.engine_settings import EngineSettings
-from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter import gather_hooks
+from deepspeed_ext.adapter.construction import built_together
+from deepspeed_ext.adapter.engine_construction import EngineConstruction
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.load import Load, only_weights
-from deepspeed_ext.adapter.parts import Parts, destroy_parts
-from deepspeed_ext.adapter.reached_state import wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
-from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
+from deepspeed_ext.adapter.refusals import require_compilable
+from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
+from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.stand_ins import WeakEngine
 from deepspeed_ext.adapter.upstream import (
-    DeepSpeedEngine,
     DeepSpeedHybridEngine,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     PipelineEngine,
-    ThroughputTimer,
     swapped,
     throughput_timer,
     ties_stages,
 )
-from deepspeed_ext.adapter.zenflow_parts import zenflow_of
-from deepspeed_ext.adapter.zero_config import ZeroConfig
-from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
+from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
-from deepspeed_ext.zenflow.optimizers.choose import kind_of
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import (
-    IDLE,
-    require_compilable,
-    require_section,
-    require_shared_folder,
-    require_spreadable,
-)
+from deepspeed_ext.runtime.memory import Parked, is_out_of_memory
+from deepspeed_ext.runtime.ranks import DeferredError, together
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
-class Engine(EngineSettings):
+class Engine(EngineConstruction):
     """DeepSpeed's engine with our ZeRO optimizers.
 
     With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer
     process, and an engine whose constructor fails leaves none.
     """
 
-    checkpoint_engine: Any
-    _parts: Parts
+    _load: Load | None = None
+    """The load that runs."""
+    _frozen: Parked | None = None
+    """Frozen weights that are offloaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        mpu, model = kwargs.get("mpu"), kwargs.get("model")
+        self._ties_stages = ties_stages(model)
+        if isinstance(model, torch.nn.Module):  # another engine may have trained it
+            complete_weights_of(model.parameters())
         with ExitStack() as undo:
-            self._parts = Parts(undo, kwargs.get("mpu"))
-            model = kwargs.get("model")
-            self._ties_stages = ties_stages(model)
-            if isinstance(model, torch.nn.Module):  # another engine may have trained it
-                complete_weights_of(model.parameters())
+            self._begin(undo, mpu)
             timer = throughput_timer(self._throughput_timer)
-            with built_together(kwargs.get("mpu")), swapped(timer):
+            with built_together(mpu), swapped(timer):
                 super().__init__(*args, **kwargs)
-                if self._parts.zenflow is not None:
+                if self._parts is not None:
                     self.optimizer.unregister_grad_acc_post_hooks()
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
-                    weakref.finalize(
-                        self, destroy_parts, self.optimizer, self._parts.saver
-                    ).atexit = False
-                log_start(self._settings, self.optimizer, self._parts.gather, self._parts.binding)
+                    weakref.finalize(self, _end, self.optimizer, self._files).atexit = False
+                self._log_start()
             undo.pop_all()
-
-    @property
-    def parameter_gather(self) -> SingleParameterGather | None:
-        """The single-parameter gather at stage 3; None: DeepSpeed gathers."""
-        return self._parts.gather
-
-    @property
-    def core_binding(self) -> CoreBinding | None:
-        """This rank's placement on the host's cores; None: unbound."""
-        return self._parts.binding
-
-    # -- construction, in DeepSpeed's order --------------------------------------------------------
-
-    def _do_sanity_check(self) -> None:
-        """Run DeepSpeed's check, the first method to see the config, and ours.
-        `_set_distributed_vars` raises the errors of both."""
-        parts, settings = self._parts, self._settings
-        with parts.refused.deferring_errors():
-            if self._zenflow is not None:
-                require_section(settings)
-                require_shared_folder(settings, self.use_node_local_storage())
-                require_spreadable(self._zenflow, **self._spread())
-            super()._do_sanity_check()
-
-    def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace layers of the model for AutoEP, unless the sanity check has failed."""
-        if self._spread()["makes_experts"]:
-            self._parts.refused.raise_here()
-        return super()._configure_expert_parallel(*args, **kwargs)
-
-    def _set_distributed_vars(self, args: Any) -> None:
-        """Set this rank's device, then raise the sanity check's errors on all ranks, while model
-        and weights are unchanged.
-
-        Raises:
-            ConfigError: the ``zenflow`` section is combined with an unsupported setting.
-            PlanMismatchError: on every rank, if one of our systems is enabled on some ranks only,
-                which would hang in its collectives.
-        """
-        super()._set_distributed_vars(args)
-        ranks = self._parts.ranks
-        switches = Parts.switches(self._settings, self._zenflow)
-        if raise_together(
-            ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())
-        ):
-            stage = {"stage": int(self.zero_optimization_stage())}
-            require_same_plan("zero_optimization", stage | switches, ranks)
-
-    def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
-        return (ThroughputTimer if self._zenflow is None else StreamThroughputTimer)(
-            *args, **kwargs
-        )
-
-    def _create_module_forward_pre_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_pre_hook(
-            self if self._zenflow is None else WeakEngine(self)
-        )
-
-    def _create_module_forward_post_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_post_hook(
-            self if self._zenflow is None else WeakEngine(self)
-        )
-
-    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
-        with swapped(*(held_optimizers() if self._zenflow is not None else ())):
-            return super()._configure_basic_optimizer(model_parameters)
-
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """Refuse what ZenFlow cannot run before DeepSpeed advises to allow it."""
-        if self._zenflow is not None:
-            kind_of(basic_optimizer, self._zenflow)
-        return super()._do_optimizer_sanity_check(basic_optimizer)
-
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        super()._configure_optimizer(client_optimizer, model_parameters)
-        settings = self._settings
-        if settings is not None and dist.get_rank() == 0:
-            Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
-            for setting in self._replaced_settings() if self._zenflow is not None else ():
-                logger.warning(f"{setting} has no effect: {IDLE[setting]}")
-
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        parts, settings, zenflow = self._parts, self._settings, self._zenflow
-        if settings is None:
-            return super()._configure_zero_optimizer(optimizer)
-        ranks = parts.ranks
-        parts.bind_cores(settings, zenflow, RankGroup.of(None), local_rank())
-        with together(ranks, otherwise=None):
-            run = None if zenflow is None else self._zenflow_run(zenflow, settings)
-            swaps = parts.optimizer_classes(settings, run, self.is_sanity_checks_enabled())
-        with swapped(*swaps):
-            zero_optimizer = super()._configure_zero_optimizer(optimizer)
-        parts.zenflow = zenflow_of(zero_optimizer)
-        if parts.zenflow is not None:
-            wrap_accelerate(Engine)
-            parts.zenflow.state.evaluation.watch(self.module)
-        if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
-            parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
-        return zero_optimizer
-
-    def _zenflow_run(self, zenflow: ZenFlowConfig, settings: ZeroConfig) -> ZenFlowRun:
-        timeouts: list[float] = []
-        if dist.get_world_size() > 1:
-            groups = None, self.seq_data_parallel_group
-            timeouts = [*map(group_timeout_seconds, groups), self._parts.ranks.timeout_seconds]
-        loader, steps = self.training_dataloader, None
-        if loader is not None:
-            steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        return ZenFlowRun.of(zenflow, timeouts, steps, settings.host_ratio)
-
-    def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()
-        if (zenflow := self._zenflow) is not None:
-            leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-            kind = None if isinstance(self, PipelineEngine) else type(self.checkpoint_engine)
-            if self._parts.save_together(
-                kind, self._config, RankGroup.of(None), leads, zenflow.async_save
-            ):
-                self.checkpoint_engine = self._parts.saver.files
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -222,7 +94,7 @@ class Engine(EngineSettings):
         Raises:
             StateError: its weights are offloaded, or a step, backward pass or load was interrupted.
         """
-        self._require(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
+        self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -240,8 +112,8 @@ class Engine(EngineSettings):
         """Check readiness at the beginning of a backward pass, also of ``loss.backward()``; runs
         once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
-        if (zenflow := self._parts.zenflow) is not None:
-            zenflow.state.evaluation.end()
+        if self._parts is not None:
+            self._parts.state.evaluation.end()
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -257,41 +129,52 @@ class Engine(EngineSettings):
         self._between_steps(Readiness.require_states_here)
         managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
-        if ends_step and (zenflow := self._parts.zenflow) is not None:
-            zenflow.warn_of_untrained(self.module)
-            self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
+        if ends_step and (parts := self._parts) is not None:
+            parts.warn_of_untrained(self.module)
+            parts.require_known_state(partial(parts.readiness.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
-        if ends_step:
-            self._parts.saver.after_step()
+        if ends_step and self._files is not None and self._files.continues:
+            self._files.finish_if_written()
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, then report it; after the first step, bind the threads that backends and autograd
+        have started."""
         with self._recording(Work.STEP):  # pipelines do not call `step`
             super()._take_model_step(*args, **kwargs)
-        logs = (
-            self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
-        )
-        self._parts.after_model_step(
-            self.monitor if self.global_rank == 0 else None, self.global_samples, logs
-        )
+        host = None if self._parts is None else self._parts.host
+        with nullcontext() if host is None else host.link.deferring_errors():
+            if self.core_binding is not None and not self.core_binding.is_refreshed:
+                self.core_binding.refresh(None if host is None else host.link.process.pid)
+            if host is not None and self.global_rank == 0:
+                self._report(host.measurements())
+
+    def _report(self, figures: dict[str, float]) -> None:
+        """Send a step's metrics to DeepSpeed's monitor and, if it logs times, to the log."""
+        if self.monitor.enabled:
+            samples = self.global_samples  # the monitor's x axis
+            self.monitor.write_events(
+                [(f"Train/{name}", value, samples) for name, value in figures.items()]
+            )
+        if self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0:
+            logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def _recording(self, work: Work) -> AbstractContextManager[None]:
-        zenflow = self._parts.zenflow
-        return nullcontext() if zenflow is None else zenflow.readiness.recording(work)
+        return nullcontext() if self._parts is None else self._parts.readiness.recording(work)
 
-    def _require(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
-        """With ZenFlow, call methods of `Readiness`; in a forked process, raise an error."""
-        if (zenflow := self._parts.zenflow) is not None:
-            zenflow.begin_call()
-            for check in checks:
-                check(zenflow.readiness, *states)
+    def _require(self, check: Callable[..., None] | None, *states: Any) -> None:
+        """With ZenFlow, call a method of `Readiness`; in a forked process, raise an error."""
+        if self._parts is not None:
+            self._parts.begin_call()
+            if check is not None:
+                check(self._parts.readiness, *states)
 
-    def _between_steps(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
+    def _between_steps(self, check: Callable[..., None] | None = None, *states: Any) -> None:
         """`_require`, for a call that may come only between steps; with training's weights."""
-        if (zenflow := self._parts.zenflow) is not None:
-            zenflow.readiness.require_closed()
-            self._require(*checks, states=states)
-            zenflow.state.evaluation.end()
+        if self._parts is not None:
+            self._parts.readiness.require_closed()
+            self._require(check, *states)
+            self._parts.state.evaluation.end()
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -310,13 +193,16 @@ class Engine(EngineSettings):
             OutOfMemoryError: with ZenFlow, on every rank, if any rank's host lacks memory; all
                 states, including those offloaded before, are on the accelerator again.
         """
-        super_call = partial(super().offload_states, include, device, pin_memory, non_blocking)
-        if self._parts.zenflow is None:
-            super_call()
+        if self._parts is None:
+            super().offload_states(include, device, pin_memory, non_blocking)
             return
         self._between_steps()
         try:
-            self._parts.offload(super_call, self.module, self.optimizer, pins=pin_memory)
+            with self._moving("the host", "states to offload"):
+                super().offload_states(include, device, pin_memory, non_blocking)
+                if OffloadStateTypeEnum.lp_params in self.optimizer.offloaded_states:
+                    frozen = _frozen_weights(self.module)
+                    self._frozen = self._frozen or Parked(frozen, pins=pin_memory)
         except Exception:
             self.reload_states()
             raise
@@ -324,7 +210,7 @@ class Engine(EngineSettings):
     def _refine_include_states(self, include: Container[Any] | None) -> Any:
         """Leave the choice to our optimizer: its gradients are on the accelerator, unlike those of
         ZeRO-Offload."""
-        return super()._refine_include_states(include) if self._parts.zenflow is None else include
+        return super()._refine_include_states(include) if self._parts is None else include
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
@@ -333,12 +219,31 @@ class Engine(EngineSettings):
             OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free
                 some and call this again.
         """
-        super_call = partial(super().reload_states, *args, **kwargs)
-        if self._parts.zenflow is None:
-            super_call()
+        if self._parts is None:
+            super().reload_states(*args, **kwargs)
             return
         self._between_steps()
-        self._parts.reload(super_call)
+        with self._moving("the accelerator", "states to reload"):
+            super().reload_states(*args, **kwargs)
+            if self._frozen is not None:
+                self._frozen.restore()
+                self._frozen = None
+
+    @contextmanager
+    def _moving(self, place: str, what: str) -> Iterator[None]:
+        """Raise an error of the block on every rank; that of too little memory names `place` and
+        `what`."""
+        with together(self._ranks, otherwise=None):
+            try:
+                yield
+            except DeepSpeedExtError:
+                raise
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(
+                    f"{place} has no memory for {what} ({error}): free some and call again"
+                ) from error
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -360,12 +265,13 @@ class Engine(EngineSettings):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._between_steps(Readiness.require_saveable)
-        self._parts.require_known_state()
-        self._parts.settle()
-        client_state = {} if client_state is None else client_state
-        with self._parts.saver.saving(save_latest) as save_latest:
+        if self._parts is not None:
+            self._parts.require_known_state()
+            self._parts.state.settle()
+        client_state, files = {} if client_state is None else client_state, self._files
+        with nullcontext(save_latest) if files is None else files.saving(save_latest) as latest:
             return super().save_checkpoint(
-                save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+                save_dir, tag, client_state, latest, exclude_frozen_parameters
             )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -385,28 +291,40 @@ class Engine(EngineSettings):
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow, its weights are p rounded to their
         dtype. A collective; do not step inside. May be nested."""
-        if (zenflow := self._parts.zenflow) is None:
+        if self._parts is None:
             return nullcontext()
-        self._between_steps(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
-        return zenflow.state.exact_weights()
+        self._between_steps(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
+        return self._parts.state.exact_weights()
+
+    def _keeping_errors(self) -> AbstractContextManager[None]:
+        """Keep errors of the block for DeepSpeed's `commit`, which raises them on all ranks."""
+        return nullcontext() if self._files is None else self._files.kept.deferring_errors()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._parts.saver.deferring_errors():
+        with self._keeping_errors():
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._parts.saver.writing(self.optimizer):
+        """Save the optimizer's state; our checkpoint engine writes it before the next step, so it
+        need not be copied."""
+        parts = None if self._files is None else self._parts
+        with self._keeping_errors(), nullcontext() if parts is None else parts.state.uncopied():
             super()._save_zero_checkpoint(*args, **kwargs)
 
     def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._parts.saver.deferring_errors():
+        with self._keeping_errors():
             super()._save_moe_checkpoint(*args, **kwargs)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         try:
             super()._copy_recovery_script(save_path)
         except OSError as error:
-            self._parts.saver.copied_without(error, save_path)
+            if self._files is None:
+                raise
+            logger.warning(
+                f"{save_path}: zero_to_fp32.py was not copied there "
+                f"({error}); the checkpoint is complete without it"
+            )
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -422,14 +340,15 @@ class Engine(EngineSettings):
                 offloaded.
         """
         self._between_steps(Readiness.require_loadable)
-        self._parts.settle()
-        if not self.load_universal_checkpoint():
-            tag = self._parts.saver.begin_load(load_dir, tag)
+        if self._parts is not None:
+            self._parts.state.settle()
+        if self._files is not None and not self.load_universal_checkpoint():
+            tag = self._files.begin_load(load_dir, tag)
         try:
             with self._recording(Work.LOAD):
                 return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         finally:
-            self._parts.load = None
+            self._load = None
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
@@ -437,18 +356,17 @@ class Engine(EngineSettings):
         if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
         folder = os.path.join(load_dir, str(tag))
-        load = Load(self, folder, how, self._parts.ranks, self._parts.zenflow)
-        self._parts.load = load
+        self._load = load = Load(self, folder, how, self._ranks, self._parts)
         with swapped(*load.swaps):
             result = super()._load_checkpoint(load_dir, tag, **load.how)
         return load.load_beside(result)
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
-        files = None if self._parts.load is None else self._parts.load.model_files
+        files = None if self._load is None else self._load.model_files
         return super()._get_all_ckpt_names(checkpoints_path, tag) if files is None else files
 
     def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
-        states = None if self._parts.load is None else self._parts.load.state_dicts()
+        states = None if self._load is None else self._load.state_dicts()
         return super()._get_all_zero_checkpoints(load_dir, tag) if states is None else states
 
     def load_module_state_dict(
@@ -460,26 +378,47 @@ class Engine(EngineSettings):
         **kwargs: Any,
     ) -> None:
         self._require(Readiness.load_begins)
-        load = self._parts.load
-        with nullcontext() if load is None else load.loading_model():
+        with nullcontext() if self._load is None else self._load.loading_model():
             super().load_module_state_dict(checkpoint, strict, custom_load_fn, *args, **kwargs)
 
     def _load_zero_checkpoint(
         self, load_dir: str, tag: Any, load_optimizer_states: bool = True
     ) -> Any:
-        if (load := self._parts.load) is None:
-            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        with swapped(*load.swaps):
+        load = self._load
+        with swapped(*(() if load is None else load.swaps)):
             loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        if loaded:
+        if loaded and load is not None:
             load.write_weights()
         return loaded
 
     # -- the end -----------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        with self._parts.closing():  # closes our parts even if DeepSpeed fails
-            self._parts.detach_gather(self.module)
+        """Finish a save now, and destroy as DeepSpeed does; our parts are closed even if that
+        fails. Then raise the save's error.
+
+        Raises:
+            CheckpointError: on the leading rank, if any rank could not write.
+            StateError: this is a forked process; the engine belongs to its parent.
+        """
+        kept = DeferredError()
+        with ExitStack() as afterwards:
+            if self._parts is not None:
+                self._parts.begin_call()
+            if self._files is not None:
+                with kept.deferring_errors():
+                    self._files.finish(alone=True)
+            afterwards.callback(kept.raise_here)
+            if self.core_binding is not None:
+                afterwards.callback(self.core_binding.restore)
+            if (parts := self._parts) is not None:
+                if kept.error is not None and parts.host.link.failed:
+                    logger.error(str(kept.take()))  # a step has reported its cause
+                parts.state.evaluation.close()
+                afterwards.callback(parts.host.close)
+            if self.parameter_gather is not None:
+                gather_hooks.detach(self.module, self.parameter_gather)
+                self.parameter_gather = None
             super().destroy()
 
 
@@ -491,10 +430,43 @@ class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        self._require(Readiness.require_steppable, states=[True])  # a pipeline calls no `step`
+        self._require(Readiness.require_steppable, True)  # a pipeline calls no `step`
         super()._take_model_step(*args, **kwargs)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with the weights that would be saved; no module runs as a whole."""
         with self.exporting():
             return super().eval_batch(*args, **kwargs)
+
+
+def _frozen_weights(module: Any) -> list[Any]:
+    """The frozen weights; at stage 3, this rank's partitions of them."""
+    return [
+        getattr(param, "ds_tensor", param)
+        for param in module.parameters()
+        if not param.requires_grad
+    ]
+
+
+def _end(
+    optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3,
+    files: JointCheckpointEngine | None,
+) -> None:
+    """Complete the save of an engine that was garbage-collected, and destroy its optimizer, to
+    which hooks and the worker still refer. Does nothing in a forked process."""
+    host = optimizer.host_optimizer
+    if not host.link.home.is_here:
+        return
+    try:
+        if files is not None:
+            files.finish(alone=True)
+    finally:
+        try:
+            optimizer.destroy()
+        except AssertionError:
+            # Some trainers destroy the process group first; DeepSpeed then fails when it logs that
+            # its hooks are removed.
+            if dist.is_initialized():
+                raise
+        finally:
+            host.close()

@@ -142,6 +142,20 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             # Before Python 3.13, processes forked by multiprocessing do not run atexit functions.
             Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
 
+    @contextlib.contextmanager
+    def saving(self, names_latest: bool) -> Iterator[bool]:
+        """Wrap a save, which an exception undoes; see `begin_save`.
+
+        Yields:
+            Whether DeepSpeed must update ``latest``: never.
+        """
+        self.begin_save(names_latest)
+        try:
+            yield False
+        except BaseException:
+            self.break_off()
+            raise
+
     def break_off(self) -> None:
         """Give up a save that was begun and not committed, for instance after Ctrl-C. No
         collective."""

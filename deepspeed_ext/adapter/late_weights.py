@@ -57,7 +57,7 @@ class LateWeights:
     def complete(self, params: Iterable[Any]) -> None:
         """Complete the weights of `params`, all of this optimizer, to those of the last step, for
         work on the current stream."""
-        if self._host.link.transfers.are_due:
+        if self._host.link.stream.are_due:
             self._host.complete_weights(self._parts(params))
         self.choose_prefetches()
 
@@ -67,7 +67,7 @@ class LateWeights:
 
     def choose_prefetches(self) -> None:
         """Turn prefetches off while weights are in flight; called after each step and gather."""
-        self._prefetches.allow(not self._host.link.transfers.are_awaited)
+        self._prefetches.allow(not self._host.link.stream.are_awaited)
 
 
 def complete_weights_of(params: Iterable[Any]) -> None:

@@ -237,7 +237,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         with in_profile("startup.optimizer_process"), self._direct_buffers.resting():
-            self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+            self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
         self.single_partition_of_fp32_groups = parts.host.state.handles.masters
@@ -350,7 +350,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         """Zero the gradients, including those of earlier micro-steps, and those that a pass at the
         boundary has completed."""
         super().zero_grad(set_to_none)
-        if not self.zenflow_parts.driver.current.takes_gradients:
+        if not self.zenflow_parts.driver.takes_gradients:
             self.all_grad_tensors.clear()
             if self._host_gradients is not None:
                 self.reset_cpu_buffers()
@@ -363,7 +363,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
-        receivers = parts.driver.current.receivers
+        receivers = parts.driver.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
         with parts.readiness.recording(Work.STEP), swapped(buffers):
             parts.driver.run(super_call, lambda: self.overflow)
@@ -404,7 +404,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
         """Lay out a group's gradient in its ring slot; None if the slot is on another device, or
         holds only a part of the gradient."""
-        if self.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT:
+        if self.host_optimizer.decided.places.handed_over is Place.IN_TRANSIT:
             return None
         slot, end = self.host_optimizer.coming_slot(group_idx), 0
         numel = self.host_optimizer.state.wholes[group_idx].master.numel()

@@ -94,7 +94,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def _start_instead(self) -> None:
         self._partitions.clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
-        self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+        self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
         ds_ids = [
@@ -197,7 +197,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self._host_gradients.show(param.ds_id)
         driver = self.zenflow_parts.driver
         driver.place_gradients()
-        with self._partitions.stand_in(driver.current.receivers):
+        with self._partitions.stand_in(driver.receivers):
             yield
 
     def _get_fp32_grad_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         parameters that the next step does not use. The engine calls this after every step; a step
         calls it before it takes the gradients, which then stay."""
         super().zero_grad(set_to_none)
-        if self.zenflow_parts.driver.current.takes_gradients:
+        if self.zenflow_parts.driver.takes_gradients:
             return
         if self._host_gradients is None:
             self.grad_partitions_flat_buffer.zero_()

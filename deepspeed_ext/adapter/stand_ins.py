@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.upstream import Swap, ThroughputTimer, adam_module, lion_module
-from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["StreamThroughputTimer", "WeakEngine", "held_optimizers"]
+__all__ = ["WeakEngine", "held_optimizers", "stream_timer"]
 
 
 class WeakEngine:
@@ -39,33 +38,15 @@ class WeakEngine:
             engine._backward_post_hook()
 
 
-class StreamThroughputTimer(ThroughputTimer):
-    """DeepSpeed's timer, but it synchronizes the current stream in every step, not the device.
-
-    The device also runs copies beside the step (`transfers.beside_step`); waiting for them would
-    undo the overlap.
+def stream_timer(config: Any, *args: Any, **kwargs: Any) -> ThroughputTimer:
+    """DeepSpeed's throughput timer, but it does not wait for the device, which also runs copies
+    beside the step (`transfers.stream`): waiting for them would undo the overlap. A step waits
+    for its gradient's norm, so the host's times are those of steps.
 
     Args:
-        config: ``timers.throughput``; the timer synchronizes if ``synchronized`` is set.
+        config: ``timers.throughput``.
     """
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config.model_copy(update={"synchronized": False}), *args, **kwargs)
-        waits = config.enabled and config.synchronized
-        self._waits_for_stream = waits and not get_accelerator().is_synchronized_device()
-
-    def start(self) -> None:
-        self._catch_up()
-        super().start()
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        if self.started:
-            self._catch_up()
-        super().stop(global_step, report_speed)
-
-    def _catch_up(self) -> None:
-        if self._waits_for_stream:
-            get_accelerator().current_stream().synchronize()
+    return ThroughputTimer(config.model_copy(update={"synchronized": False}), *args, **kwargs)
 
 
 def held_optimizers() -> list[Swap]:

@@ -45,8 +45,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,7 +57,7 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["AutocastScale", "GradientReceiver", "Step", "StepDriver", "StepPhase"]
+__all__ = ["AutocastScale", "GradientReceiver", "StepDriver", "StepPhase"]
 
 
 class AutocastScale:
@@ -137,63 +136,6 @@ class GradientReceiver:
         self.grad = None
 
 
-class Step:
-    """The state of the current step or, between steps, of the next one.
-
-    Attributes:
-        phase: of that step.
-        receivers: one for each partition, in order.
-    """
-
-    def __init__(self, receivers: Sequence[GradientReceiver]) -> None:
-        self.phase = StepPhase.BETWEEN
-        self.receivers = list(receivers)
-        self._factor: float | None = None
-
-    @contextmanager
-    def of_optimizer(self) -> Iterator[None]:
-        """Wrap DeepSpeed's optimizer while it steps."""
-        self.phase = StepPhase.CHECKING
-        try:
-            yield
-        finally:
-            self.phase, self._factor = StepPhase.BETWEEN, None
-            for receiver in self.receivers:
-                receiver.grad = None
-
-    def begin(self) -> bool:
-        """Begin to take gradients; return whether this is the first such call in the step."""
-        if self.phase is not StepPhase.CHECKING:
-            return False
-        self.phase = StepPhase.TAKING
-        return True
-
-    # -- the factor --------------------------------------------------------------------------------
-
-    def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
-        """Find the factor of the step's gradients: let DeepSpeed unscale and clip the number 1.
-        Later calls in the same step do nothing.
-
-        Args:
-            unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
-        """
-        if self._factor is None:
-            one = torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
-            unscale_and_clip(one)
-            self._factor = float(one)
-
-    @property
-    def factor(self) -> float:
-        """The multiplier of the step's gradients; call `find_factor` first."""
-        assert self._factor is not None, "DeepSpeed stepped without unscaling"
-        return self._factor
-
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether the optimizer is stepping, so that the reduced gradients are needed."""
-        return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
-
-
 class StepDriver:
     """Runs DeepSpeed's `step` unchanged, with a `GradientReceiver` in place of each master, while
     the host optimizer computes.
@@ -203,7 +145,8 @@ class StepDriver:
         scale: the loss scale of ``torch_autocast``; None: DeepSpeed's own, if any.
 
     Attributes:
-        current: the current step or, between steps, the next one.
+        phase: of the current step.
+        receivers: one for each partition, in order.
         gradients: takes gradients to the host during backward; None: they wait on the accelerator.
     """
 
@@ -217,10 +160,16 @@ class StepDriver:
         self._partitions = partitions
         self._scale = scale
         dtype = getattr(torch, host.decided.dtypes.gradient)
-        self.current = Step(
-            [GradientReceiver(each.master.data, dtype) for each in host.state.wholes]
-        )
+        wholes = host.state.wholes
+        self.phase = StepPhase.BETWEEN
+        self.receivers = [GradientReceiver(each.master.data, dtype) for each in wholes]
         self.gradients: HostGradients | None = None
+        self._factor: float | None = None  # of the step's gradients
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the optimizer is stepping, so that the reduced gradients are needed."""
+        return self.phase is not StepPhase.BETWEEN
 
     def run(self, super_call: Callable[[], None], overflows: Callable[[], bool]) -> None:
         """Step.
@@ -229,17 +178,18 @@ class StepDriver:
             super_call: DeepSpeed's step.
             overflows: whether it has skipped the step, because a gradient is not finite.
         """
-        link, step = self._host.link, self.current
+        link = self._host.link
         with link.deferring_errors():
             if self.gradients is not None:
                 self.place_gradients()
                 self.gradients.finish()
-        with step.of_optimizer():
+        self.phase = StepPhase.CHECKING
+        try:
             with link.deferring_errors():
-                for index, receiver in enumerate(step.receivers):
+                for index, receiver in enumerate(self.receivers):
                     receiver.data = self._partitions.weights(index)
             # also after an error: unlike masters, they accept gradients on the device
-            with self._partitions.stand_in(step.receivers):
+            with self._partitions.stand_in(self.receivers):
                 super_call()
                 if not overflows():
                     self._host.end_step()
@@ -248,6 +198,10 @@ class StepDriver:
                     if self._scale is not None:
                         self._scale.overflowed()
                 link.raise_deferred()
+        finally:
+            self.phase, self._factor = StepPhase.BETWEEN, None
+            for receiver in self.receivers:
+                receiver.grad = None
 
     # Note: [a step begins late]
     # Beginning a step may wait for the worker, and a step that has begun is counted. DeepSpeed
@@ -256,26 +210,36 @@ class StepDriver:
 
     def begin(self) -> None:
         """Begin the step if it has not begun; see Note: [a step begins late]."""
-        if self.current.begin():
+        if self.phase is StepPhase.CHECKING:
+            self.phase = StepPhase.TAKING
             self._host.begin_step()
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
-        """Record the factor of the step's gradients: the worker and the estimate apply it."""
+        """Find the factor of the step's gradients, which the worker and the estimate apply: let
+        DeepSpeed unscale and clip the number 1. Later calls in the same step do nothing.
+
+        Args:
+            unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
+        """
+        if self._factor is not None:
+            return
         with self._host.link.deferring_errors():
-            self.current.find_factor(unscale_and_clip)
+            one = torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
+            unscale_and_clip(one)
+            self._factor = float(one)
 
     def take(self, index: int) -> None:
         """Hand over the gradient of a partition; after the last one, write all weights."""
         self.begin()
         grad_scale = 1.0  # unused: without a factor, an error is kept
         with self._host.link.deferring_errors():
-            grad_scale = self.current.factor
+            assert self._factor is not None, "DeepSpeed stepped without unscaling"
+            grad_scale = self._factor
             if self._scale is not None:
                 grad_scale *= self._scale.factor()
-        receivers = self.current.receivers
-        gradient: Any = receivers[index].grad
+        gradient: Any = self.receivers[index].grad
         self._host.step_partition(index, gradient, grad_scale)
-        if index == len(receivers) - 1:
+        if index == len(self.receivers) - 1:
             self._host.finish_weights(starts_copies=not self._partitions.waits_after_weights)
 
     # -- norms -------------------------------------------------------------------------------------
@@ -317,7 +281,7 @@ class StepDriver:
 
     def place_gradients(self) -> None:
         """Set the receivers' gradients to those of the next step, which are on the host."""
-        for index, receiver in enumerate(self.current.receivers):
+        for index, receiver in enumerate(self.receivers):
             receiver.grad = self._host.coming_slot(index)
 
     def forget_gradients(self) -> None:
@@ -328,4 +292,4 @@ class StepDriver:
 
     def slots(self) -> list[torch.Tensor]:
         """Each partition's gradient of the next step, on the host."""
-        return list(map(self._host.coming_slot, range(len(self.current.receivers))))
+        return list(map(self._host.coming_slot, range(len(self.receivers))))

@@ -3,12 +3,16 @@ DeepSpeed's optimizers forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.readiness import BackwardPass, Readiness, Work
@@ -17,11 +21,10 @@ from deepspeed_ext.adapter.upstream import OffloadStateTypeEnum, later_groups
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import warn_once
-from deepspeed_ext.runtime.ranks import RankGroup, open_communicators
+from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
 
@@ -63,9 +66,50 @@ class OpenStream:
         return self.is_open
 
 
-@dataclass(frozen=True)
+_registrations = 0
+"""Number of modules and parameters that were registered in any module since it is counted."""
+
+
+@functools.cache
+def _count_registrations() -> None:
+    def count(module: torch.nn.Module, name: str, value: Any) -> None:
+        global _registrations
+        _registrations += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
+
+
+class Untrained:
+    """Finds parameters of a model that get gradients which no step uses.
+
+    Walking a model of many thousand parameters takes milliseconds, so it is walked again only if a
+    module or a parameter was registered somewhere.
+
+    Args:
+        trained: the parameters that steps use.
+    """
+
+    def __init__(self, trained: Iterable[Any]) -> None:
+        _count_registrations()
+        self._trained = frozenset(map(id, trained))
+        self._params: list[tuple[str, torch.nn.Parameter]] = []
+        self._walked_at = -1
+
+    def with_gradients(self, module: torch.nn.Module) -> list[str]:
+        """The names of those that have one now."""
+        if self._walked_at != _registrations:
+            self._walked_at = _registrations
+            named = module.named_parameters()
+            self._params = [each for each in named if id(each[1]) not in self._trained]
+        return [name for name, p in self._params if p.grad is not None and p.requires_grad]
+
+
 class ZenFlowParts:
-    """The parts of one ZeRO optimizer.
+    """The parts of one ZeRO optimizer. Making them starts the optimizer process; a collective.
+
+    Args:
+        zero: DeepSpeed's optimizer, whose partitions these are.
 
     Attributes:
         host: owns the optimizer process, the arena and the partitions in it.
@@ -77,60 +121,57 @@ class ZenFlowParts:
         streams: weights that are being streamed.
     """
 
-    host: HostOptimizer
-    partitions: ZeroPartitions
-    driver: StepDriver
-    state: ReachedState
-    readiness: Readiness
-    backward_pass: BackwardPass
-    streams: list[OpenStream] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, zero: Any, partitions: ZeroPartitions, start: ZenFlowStart) -> ZenFlowParts:
-        """Start the optimizer process. A collective.
-
-        Args:
-            zero: DeepSpeed's optimizer, whose partitions these are.
-        """
+    def __init__(self, zero: Any, partitions: ZeroPartitions, start: ZenFlowStart) -> None:
         ranks = RankGroup.of(zero.dp_process_group, keeps_scratch=True)
         caller, groups = partitions.caller(ranks.size), partitions.groups
         holders = [partitions.holders(index, ranks) for index in range(len(groups))]
         others = [RankGroup.of(group) for group in later_groups(zero)]
         open_communicators([start.ranks, ranks, *holders, *others])
         weights = partitions.weights
-        host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks)
+        self.partitions = partitions
+        self.host = host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks)
         if start.run.config.overlapped:
             _warn_of_mixed_blocks(partitions, host.rule.block_size)
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
-        driver = StepDriver(host, partitions, scale)
-        backward_pass = BackwardPass(partial(_begin_backward, zero))
-        readiness = Readiness(
+        self.driver = driver = StepDriver(host, partitions, scale)
+        self.backward_pass = BackwardPass(partial(_begin_backward, zero))
+        self.readiness = Readiness(
             host,
             start.run.config,
-            backward_pass,
+            self.backward_pass,
             offloaded=lambda: zero.offloaded_states,
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,
         )
-        state = ReachedState(host, partitions, ranks, scale, readiness)
-        return cls(host, partitions, driver, state, readiness, backward_pass)
+        self.state = ReachedState(host, partitions, ranks, scale, self.readiness)
+        self.streams: list[OpenStream] = []
+        self._untrained = Untrained(partitions.trained())
 
     def warn_of_untrained(self, module: torch.nn.Module) -> None:
         """Warn of parameters with gradients that no step uses, once for each set of them: what is
         trained was decided at ``deepspeed.initialize``."""
-        trained = {id(param) for param in self.partitions.trained()}
-        names = [
-            name
-            for name, param in module.named_parameters()
-            if param.grad is not None and param.requires_grad and id(param) not in trained
-        ]
-        if names:
+        if names := self._untrained.with_gradients(module):
             warn_once(
                 f"{counted(len(names), 'parameter')} of the model, such as {names[0]}, got a "
                 "gradient but will not change: what is trained was decided when the engine was "
                 "built. Change the model before deepspeed.initialize; what is frozen only later, "
                 "or for some steps, must require gradients there"
             )
+
+    def require_known_state(self, first: Callable[[], None] = lambda: None) -> None:
+        """Check, before anything changes, that the user's changes of the optimizer's state can be
+        taken over. A collective.
+
+        Args:
+            first: another check, made before.
+
+        Raises:
+            StateError: on every rank, if any rank's changes cannot; see `ShownState.changes`.
+        """
+        with together(self.host.ranks, otherwise=None):
+            first()
+            if not self.host.link.failed:  # otherwise all ranks get its error
+                self.host.state.handles.changes()
 
     @property
     def moments(self) -> list[str]:
@@ -170,7 +211,7 @@ class ZenFlowParts:
         """
         self.host.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
-        for receiver in self.driver.current.receivers:  # they keep the last step's weights
+        for receiver in self.driver.receivers:  # they keep the last step's weights
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.host.offload(pins=pins)

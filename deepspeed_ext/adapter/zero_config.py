@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, PrivateAttr, ValidationError, field_validator, model_validator
@@ -16,17 +16,18 @@ from deepspeed_ext.adapter.upstream import (
     DeepSpeedZenFlowConfig,
     DeepSpeedZeroConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
+    OffloadDeviceEnum,
     Swap,
+    pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.config import ZenFlowConfig, ZeroFields
+from deepspeed_ext.config import ZenFlowConfig, ZeroFields, given_of_the_other_rule
 from deepspeed_ext.config.file import read_json, require_fields, shown
-from deepspeed_ext.config.zenflow import OF_ONE_RULE
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.facts import Ratio
 from deepspeed_ext.zenflow.plan.rules import limits_of
 
-__all__ = ["Config", "ZeroConfig"]
+__all__ = ["REPLACED", "Config", "ZeroConfig"]
 
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
@@ -97,17 +98,13 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         )
         return 1.0 if is_one else given
 
-    def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
+    def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowConfig | None:
         """The ``zenflow`` section. DeepSpeed's ``bf16.bf16_optimizer_states`` sets its
         ``state_dtype`` to bfloat16, if that is not given and the update rule supports it."""
         section = self.zenflow
-        if (
-            section is None
-            or not bf16_optimizer_states
-            or "state_dtype" in section.model_fields_set
-        ):
+        if section is None or not bf16_optimizer_states:
             return section
-        if "state_dtype" not in OF_ONE_RULE[section.rule]:
+        if "state_dtype" in section.model_fields_set or limits_of(section):
             return section
         return section.model_copy(update={"state_dtype": "bfloat16"})
 
@@ -162,6 +159,38 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             return f"; did you mean {'.'.join(('zero_optimization', *elsewhere[close[0]]))!r}?"
         return ""
 
+    def idle(self, where: str, *, flattens: bool, gathers: bool) -> Iterator[str]:
+        """One line per setting that the user gave and that has no effect.
+
+        Args:
+            where: ZeRO stage and optimizer, for the message.
+            flattens: whether the optimizer builds flat buffers (ours for ZeRO-1/2).
+            gathers: whether parameters are gathered (ZeRO-3).
+        """
+        matters = {
+            "flatten_tier": flattens,
+            "flatten_reserve_fraction": flattens,
+            "stage3_allgather_single_param": gathers,
+            "stage3_single_param_min_numel": gathers,
+        }
+        for field, needed in matters.items():
+            if field in self.model_fields_set and not needed:
+                yield f"zero_optimization.{field} has no effect: this run uses {where}"
+        if (zenflow := self.zenflow) is None:
+            return
+        for field in given_of_the_other_rule(zenflow):
+            yield (
+                f"zero_optimization.zenflow.{field} has no effect: "
+                f"this run uses the {zenflow.rule} update rule"
+            )
+        for field, meaning in zenflow.retired.items():
+            yield f"zero_optimization.zenflow.{field} is retired: {meaning}"
+        offload = self.offload_optimizer
+        if offload is not None and offload.host_ratio not in (None, self.host_ratio):
+            yield "zero_optimization.offload_optimizer.ratio has no effect: " + (
+                limits_of(zenflow) or "with offload_param, the whole optimizer is on the host"
+            )
+
     def _contradictions(self) -> str:
         """One line per pair of contradicting settings."""
         if self.host_ratio == "auto" and self.zenflow is None:
@@ -181,6 +210,29 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         )
 
 
+_BF16_STATES = "bf16.bf16_optimizer_states"
+
+REPLACED = {
+    "zero_optimization.offload_optimizer.super_offload": (
+        "ZenFlow's optimizer process takes its place"
+    ),
+    "zero_optimization.elastic_checkpoint": (
+        "a checkpoint of any number of ranks is loaded without it"
+    ),
+    "zero_optimization.pipeline_loading_checkpoint": (
+        "all ranks load at once, and map their files to read only what they need"
+    ),
+    "bf16.bf16_master_weights_and_grads": (
+        "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
+    ),
+    "fp16.fp16_master_weights_and_grads": (
+        "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
+    ),
+    _BF16_STATES: ("zenflow.state_dtype says float32, or this rule keeps m and v in fp32"),
+}
+"""Settings that ZenFlow replaces with something at least as good, each with that replacement."""
+
+
 class Config(DeepSpeedConfig):
     """DeepSpeed's config, without the checks for DeepSpeed's own ZenFlow.
 
@@ -188,6 +240,10 @@ class Config(DeepSpeedConfig):
         ConfigError: the file cannot be read, or ``zero_optimization`` or a section of it is not an
             object with string keys.
     """
+
+    zero_config: Any
+    bfloat16_config: Any
+    float16_config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         is_file = isinstance(config, str) and os.path.exists(config)  # DeepSpeed also takes base64
@@ -203,6 +259,35 @@ class Config(DeepSpeedConfig):
             return
         with swapped(Swap(self, "zero_config", zero_config.model_copy(update={"zenflow": None}))):
             super()._do_error_check()
+
+    def settle(self) -> list[str]:
+        """Turn on the CPU offload of the optimizer that ``zenflow`` implies, and turn off what it
+        replaces; return the keys of `REPLACED` that the user turned on.
+
+        An engine that uses the section calls this before DeepSpeed reads the config.
+        """
+        zero, bf16 = self.zero_config, self.bfloat16_config
+        offload = zero.offload_optimizer or OffloadOptimizerSection(pin_memory=False)
+        zenflow, pins = zero.zenflow_with(bf16.bf16_optimizer_states), pins_offload_buffers(offload)
+        sections = {
+            "zero_optimization": zero,
+            "zero_optimization.offload_optimizer": offload,
+            "bf16": bf16,
+            "fp16": self.float16_config,
+        }
+        found = []
+        for name in REPLACED:
+            section, _, field = name.rpartition(".")
+            if getattr(sections[section], field):
+                found.append(name)
+                sections[section] = sections[section].model_copy(update={field: False})
+        zero, offload, self.bfloat16_config, self.float16_config = sections.values()
+        implied = offload.model_copy(update={"device": OffloadDeviceEnum.cpu, "pin_memory": pins})
+        changes = {"offload_optimizer": implied, "zenflow": zenflow}
+        self.zero_config = zero.model_copy(update=changes)
+        self.zero_force_ds_cpu_optimizer = False
+        is_rounded = zenflow.state_dtype != "float32"
+        return [name for name in found if not (is_rounded and name == _BF16_STATES)]
 
 
 def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:

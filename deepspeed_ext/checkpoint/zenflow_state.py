@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 _VERSION = 9
-_RING = ("position", "written")
 _RULES = {True: "exact", False: "predictive"}
 """Names of rules, by whether they are exact."""
 
@@ -305,8 +304,7 @@ def restore(host: HostOptimizer, saved: AnySavedState | None, where: str) -> boo
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    schedule = {name: each for name, each in asdict(saved.schedule).items() if name not in _RING}
-    rule.schedule.load_state_dict(schedule, 0)
+    rule.schedule.load_state_dict(asdict(saved.schedule))
     host.state.counts = saved.counts
     rule.restore(saved.partitions)
     rule.resume()
@@ -361,7 +359,7 @@ def _changed_setting(host: HostOptimizer, saved: AnySavedState) -> str | None:
     pairs = zip(host.state.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
         return f"offload_optimizer.ratio ({_ratio(saved)} in the checkpoint)"
-    return rule.changed_setting(saved.position)
+    return "zenflow.update_interval (above 1 in the checkpoint)" if saved.position else None
 
 
 def _ratio(saved: AnySavedState) -> str:

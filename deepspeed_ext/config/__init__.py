@@ -3,15 +3,13 @@ config file."""
 
 from deepspeed_ext.config.core_binding import CoreBindingConfig, ReservedCores
 from deepspeed_ext.config.zenflow import (
-    OF_ONE_RULE,
     RuleName,
     ZenFlowConfig,
     given_of_the_other_rule,
 )
-from deepspeed_ext.config.zero import FlattenTier, ZeroFields, idle_fields
+from deepspeed_ext.config.zero import FlattenTier, ZeroFields
 
 __all__ = [
-    "OF_ONE_RULE",
     "CoreBindingConfig",
     "FlattenTier",
     "ReservedCores",
@@ -19,5 +17,4 @@ __all__ = [
     "ZenFlowConfig",
     "ZeroFields",
     "given_of_the_other_rule",
-    "idle_fields",
 ]

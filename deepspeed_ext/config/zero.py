@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deepspeed_ext.config.core_binding import CoreBindingConfig
 from deepspeed_ext.config.zenflow import ZenFlowConfig
 
-__all__ = ["FlattenTier", "ZeroFields", "idle_fields"]
+__all__ = ["FlattenTier", "ZeroFields"]
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
 
@@ -49,21 +49,3 @@ class ZeroFields(BaseModel):
     zenflow: ZenFlowConfig | None = None
     """Run the optimizer in a separate process that overlaps with the accelerator. Implies CPU
     offload of the optimizer."""
-
-
-def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[str]:
-    """Names of the fields that the user set but that have no effect in this run.
-
-    Args:
-        flattens: whether the optimizer builds flat buffers (ours for ZeRO-1/2).
-        gathers: whether parameters are gathered (ZeRO-3).
-    """
-    matters = {
-        "flatten_tier": flattens,
-        "flatten_reserve_fraction": flattens,
-        "stage3_allgather_single_param": gathers,
-        "stage3_single_param_min_numel": gathers,
-    }
-    return [
-        name for name, needed in matters.items() if name in settings.model_fields_set and not needed
-    ]

@@ -381,6 +381,8 @@ class CoreBinding:
         self.agreement = agreement
         self.plan: RankPlan | None = agreement.mine
         """This rank's CPUs; None if unbound."""
+        self.is_refreshed = False
+        """Whether `refresh` was called."""
         self._release: weakref.finalize | None = None
 
     @classmethod
@@ -471,6 +473,7 @@ class CoreBinding:
     def refresh(self, worker_pid: int | None = None) -> str:
         """Confine threads that started outside the plan since `start`; then warn about, and return,
         what `verify` finds."""
+        self.is_refreshed = True
         if self.plan is not None:
             try:
                 _confine(_in_force() or self.plan)

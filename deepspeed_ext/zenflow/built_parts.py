@@ -1,42 +1,20 @@
-"""Builds what depends on the share that steps on the accelerator: landing buffers, kernels, and the
-rule's view of a partition."""
+"""Builds what depends on the share that steps on the accelerator: kernels, and the rule's view of a
+partition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
 
-from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
-from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocated_on_all_ranks
-from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.worker.arena import Arena
 
-__all__ = ["landing_buffers", "partition_of", "prepare_kernels"]
-
-
-def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] | None:
-    """Allocate the plan's landing buffers; None on every rank if a rank has no memory for them. A
-    collective if the plan has any."""
-    if plan.copies is not Copies.BESIDE_STEP:
-        return []
-    kinds, like = plan.kinds, partial(torch.empty, device="meta")
-    described = []
-    for each in plan.partitions:
-        blocks, width = -(-each.on_host // kinds.block_size), plan.rule.per_block_width
-        size = (blocks,) if width == 1 else (blocks, width)
-        goes = kinds.per_block is not None and kinds.per_block.exchanged
-        means = like(size, dtype=getattr(torch, kinds.layout.per_block[1])) if goes else None
-        published = like(each.on_host, dtype=getattr(torch, plan.dtypes.published))
-        described.append(Results(published, means))
-    return allocated_on_all_ranks(described, getattr(torch, plan.dtypes.gradient), ranks)
+__all__ = ["partition_of", "prepare_kernels"]
 
 
 def prepare_kernels(

@@ -18,7 +18,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.runtime.stopwatch import stopwatch
-from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -41,6 +41,7 @@ from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.transfers.landing import landing_buffers
 
 __all__ = ["FirstSteps", "move"]
 
@@ -202,11 +203,11 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     link.wait_together()
     weights = [state.weights() for state in host.state.wholes]
     with link.deferring_errors():
-        link.transfers.release()
+        link.stream.release()
     heads = Heads.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
     if heads is None:
         with link.deferring_errors():
-            link.transfers.restore()
+            link.stream.restore()
         return False
     prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
     with link.deferring_errors():

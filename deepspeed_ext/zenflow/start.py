@@ -17,7 +17,7 @@ from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
-from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
 from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
@@ -32,7 +32,7 @@ from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import WholeState
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffers
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 

@@ -20,8 +20,8 @@ from tests.support.paths import ROOT
 
 MODULES = {
     "deepspeed_ext": "__version__ disable enable errors initialize weight_parts weights",
-    "deepspeed_ext.config": "CoreBindingConfig FlattenTier OF_ONE_RULE ReservedCores RuleName "
-    "ZenFlowConfig ZeroFields given_of_the_other_rule idle_fields",
+    "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName "
+    "ZenFlowConfig ZeroFields given_of_the_other_rule",
     "deepspeed_ext.integrations.safetensors": "save",
     "deepspeed_ext.integrations.shared_memory": "hand_over receive",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",

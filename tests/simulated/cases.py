@@ -181,7 +181,7 @@ def trained(config: dict[str, Any], count: int, *, in_chunks: bool = False) -> O
     engine = make_engine(config)
     assert (
         not in_chunks
-        or engine.optimizer.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT
+        or engine.optimizer.host_optimizer.decided.places.handed_over is Place.IN_TRANSIT
     )
     losses = train(engine, batches(count, dist.get_rank()))
     saved = saved_tensors(engine) if hasattr(engine.optimizer, "host_optimizer") else []

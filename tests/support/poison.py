@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +23,7 @@ from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
-from deepspeed_ext.zenflow.transfers.inside_step import Transfers
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -68,10 +67,10 @@ def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
     poison = _Poison()
     with ExitStack() as stack:
         if not waits:
-            _patch(stack, Transfers, "take", poison.take)
+            _patch(stack, Stream, "take", poison.take)
         _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
         _patch(stack, Estimator, "predict", poison.predict)
-        _patch(stack, Transfers, "write", poison.write)
+        _patch(stack, Stream, "_bring_up", poison.bring_up)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, OptimizerProcess, "submit", poison.submit)
         _patch(stack, SelectiveRule, "to_hand_over", poison.step_hot)
@@ -95,10 +94,11 @@ class _Poison:
             if grad.data_ptr() != slot.data_ptr():
                 self.counts["gradients"] += 1
                 produced = grad.clone()
-                if adam.link.transfers._host_results(index).published.data_ptr() != slot.data_ptr():
+                newest = adam.link.arena.tensor("y", index, adam.rule.schedule.handed_over)
+                if newest.data_ptr() != slot.data_ptr():
                     slot.fill_(float("nan"))
                 grad.fill_(float("nan"))
-                self._poisoned = adam.link.transfers.ready()
+                self._poisoned = adam.link.stream.ready()
                 delay()
                 grad.copy_(produced)
             original(adam, index, grad, grad_scale)
@@ -107,7 +107,7 @@ class _Poison:
 
     def take(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(
-            transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any
+            transfers: Stream, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any
         ) -> None:
             too_early = self._poisoned or get_accelerator().Event()  # the latter: never recorded
             original(transfers, index, grad, slot, ready and too_early)
@@ -122,12 +122,14 @@ class _Poison:
 
         return method
 
-    def write(self, original: Callable[..., int]) -> Callable[..., int]:
-        def method(transfers: Transfers, index: int, *chunk: Any) -> int:
-            part = slice(*chunk[0]) if chunk and chunk[0] is not None else slice(None)
-            transfers.weights[index]()[part].fill_(float("nan"))
-            delay()
-            return original(transfers, index, *chunk)
+    def bring_up(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(stream: Stream, key: Any, copies: Any, slot: Any) -> None:
+            up = nullcontext() if stream._up is None else get_accelerator().stream(stream._up)
+            with torch.no_grad(), up:
+                for target, _ in copies:
+                    target.fill_(-1 if target.dtype is torch.int32 else float("nan"))
+                delay()
+            original(stream, key, copies, slot)
 
         return method
 
@@ -191,13 +193,11 @@ def synchronous() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name in (
-            (Transfers, "take"),
-            (Transfers, "depart"),
-            (HiddenTransfers, "take"),
-            (HiddenTransfers, "depart"),
-            (HiddenTransfers, "_landed"),
+            (Stream, "take"),
+            (Stream, "depart"),
+            (Stream, "block_means"),
+            (Stream, "complete"),
             (Estimator, "predict"),
-            (Transfers, "write"),
             (PredictiveRule, "_read_results"),
             (SelectiveRule, "to_hand_over"),
         ):

@@ -265,13 +265,13 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     Raises:
         ConfigError: the file cannot be read, or asks for a feature whose memory cannot be computed.
     """
+    from deepspeed_ext.adapter.refusals import require_supported
     from deepspeed_ext.adapter.zero_config import ZeroConfig
-    from deepspeed_ext.zenflow.step.supported import require_section
 
     config = read_json(path)
     section, optimizer = section_of(config, "zero_optimization"), section_of(config, "optimizer")
     zero = ZeroConfig(**section)
-    require_section(zero)
+    require_supported(zero)
     precision = {name: section_of(config, name) for name in ("bf16", "bfloat16", "fp16")}
     _require_known(zero, section, precision)
     dtype, notes = _dtype(precision)

@@ -14,12 +14,12 @@ from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL, UPLOAD_NUMEL
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase, nbytes_of, parts_within
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleBytes, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 
-__all__ = ["Held", "passing"]
+__all__ = ["Held", "described", "passing"]
 
 _SHARE = "optimizer's share"
 _LANDING = "landing buffers"
@@ -279,3 +279,44 @@ class Held:
 
 def _parts(nbytes: Mapping[str, int], memory: Memory) -> list[Part]:
     return [Part(kind, size, memory) for kind, size in nbytes.items()]
+
+
+def described(plan: ZenFlowPlan, rule: str, warm_up_steps: int) -> Iterator[str]:
+    """A few lines for the log: what runs where, what waits for what, and how much memory it takes.
+
+    Args:
+        rule: the update rule that the config asks for.
+        warm_up_steps: synchronous steps at the start.
+    """
+    layout = plan.rule.layout
+    is_rounded = layout.moment_dtype != "float32"
+    how = f", moments in {layout.moment_dtype} (not exact)" if is_rounded else ""
+    yield (
+        f"{layout.name.capitalize()} runs in a process of its own, one per rank; "
+        f"{'exact' if plan.streams else rule} rule{how}"
+    )
+    if plan.rule.overlapped:
+        first = (
+            "step waits for its" if warm_up_steps == 1 else f"{warm_up_steps} steps wait for their"
+        )
+        yield f"the first {first} own update; updates of later steps overlap with the next step"
+    elif plan.wait is Wait.FORWARD:
+        yield "exact weights arrive during the next forward"
+    elif plan.peeks:
+        yield "every step waits for its exact weights, and not for p and the moments"
+    else:
+        yield "every step waits for its own update"
+    if plan.source is Source.BACKWARD:
+        computes = "" if plan.peeks else ", and the host computes the weights"
+        yield f"gradients go to the host during backward{computes}"
+    elif plan.copies is not Copies.NONE:
+        yield f"gradients and results are copied {plan.copies.value}"
+    held, there = Held(plan), Place.ACCELERATOR
+    here = held.parts(Place.HOST, Phase.BETWEEN)
+    locked = nbytes_of([part for part in here if part.memory.is_page_locked])
+    sizes = nbytes_of(here), locked, *(held.nbytes(there, at) for at in (Phase.BETWEEN, Phase.STEP))
+    host, of_it, between, step = (f"{size / 2**20:,.1f} MiB" for size in sizes)
+    yield (
+        f"a rank holds {host} of the host, {of_it} of it page-locked, and {between} of the "
+        f"accelerator, {step} in a step"
+    )

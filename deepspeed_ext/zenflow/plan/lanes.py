@@ -5,9 +5,9 @@ All three work at once, chunk by chunk, so the slowest of them decides. What run
 forward and backward is hidden if these take at least as long; the rest is exposed in every step.
 What steps on the accelerator takes no time here.
 
-Exact weights that arrive in the forward (`step.stream`) add it to the chain: a module runs when its
-last chunk has arrived, and the next chunk arrives meanwhile. With n equal chunks, whose ways down,
-peek and way up take d, k and u in all, and a forward of f, the forward ends
+Exact weights that arrive in the forward (`transfers.stream`) add it to the chain: a module runs
+when its last chunk has arrived, and the next chunk arrives meanwhile. With n equal chunks, whose
+ways down, peek and way up take d, k and u in all, and a forward of f, the forward ends
 
     (d + k + u + f) / n + (n - 1) / n max(d, k, u, f)
 

@@ -98,7 +98,7 @@ class ZenFlowPlan:
         cpus: CPUs of this rank's two processes; None: not known.
         saves_beside: whether checkpoints are written beside training.
         wait: what waits for exact weights.
-        peeks: whether the worker computes exact weights before it steps (`step.stream`).
+        peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
     """
 
     rule: RuleSettings

@@ -3,15 +3,12 @@ ranks together."""
 
 from __future__ import annotations
 
-import enum
 import math
 import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-
-import torch
 
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
@@ -20,14 +17,11 @@ from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
-from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
-from deepspeed_ext.zenflow.transfers import streams
-from deepspeed_ext.zenflow.transfers.beside_step import ChunkSlot, HiddenTransfers, LandingBuffer
-from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
@@ -40,25 +34,10 @@ from deepspeed_ext.zenflow.worker.messages import (
 )
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["UpdatePhase", "WorkerLink", "WorkerThreads"]
+__all__ = ["WorkerLink", "WorkerThreads"]
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
 """The rest allows for other ranks that reached the collective earlier."""
-
-
-class UpdatePhase(enum.Enum):
-    """State of the newest update; decides who may read and write p, m and v."""
-
-    READ = "read"
-    """The update is in p, m, v, and the rule has read what it needs. The trainer may read p, m and
-    v."""
-    IN_FLIGHT = "in flight"
-    """Handed over and not awaited yet: p, m, v, y and those gradients belong to the worker."""
-    ARRIVED = "arrived"
-    """The update is in p, m, v and y; the rule has not read the per-block array yet."""
-    EXPOSED = "exposed"
-    """Like `READ`, but p, m, v may have been written from outside: the next step publishes them
-    again."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +92,10 @@ class WorkerLink:
 
     Attributes:
         home: the process that owns this object.
-        arena, process, transfers, page_locks, metrics: see their classes.
-        phase: state of the newest update.
+        arena, process, stream, page_locks, metrics: see their classes.
+        is_in_flight: whether an update was handed over and not awaited yet: p, m, v, y and its
+            gradients belong to the worker.
+        is_unread: whether one has arrived whose per-block array the rule has not read yet.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to
             files.
         longest_wait_seconds: longest wait, even with progress, before other ranks' collective would
@@ -127,7 +108,7 @@ class WorkerLink:
 
     arena: Arena
     process: OptimizerProcess
-    transfers: Transfers
+    stream: Stream
 
     def __init__(
         self,
@@ -139,12 +120,12 @@ class WorkerLink:
     ) -> None:
         self.home = OwnProcess("the optimizer's state")
         self.page_locks = PageLocks()
-        self.phase = UpdatePhase.READ
+        self.is_in_flight = self.is_unread = False
         self.write_wait_seconds = 0.0
         self._ranks = ranks
         self.metrics = metrics
         self._kept = DeferredError()
-        self._gradients_in_flight = 0
+        self._gradients = 0
         self._timeout_seconds = threads.timeout_seconds
         self.longest_wait_seconds = _longest_wait_seconds(threads.timeout_seconds, ranks)
         try:
@@ -161,9 +142,10 @@ class WorkerLink:
             )
 
     def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
-        """Build the transfers of `plan`, and lock their memory."""
-        self.transfers = self._transfers(plan, buffers)
-        parts = self.process, self.transfers, self.page_locks
+        """Build the stream of `plan`, and lock their memory."""
+        of_run = plan, self.arena, self.process, buffers
+        self.stream = Stream(*of_run, self.metrics.waiting, self._timeout_seconds)
+        parts = self.process, self.stream, self.page_locks
         # Runs at `close` or at garbage collection, but not at exit, which frees everything without
         # waiting.
         self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
@@ -180,7 +162,7 @@ class WorkerLink:
         Raises:
             WorkerError: the worker has failed, or copies do not end.
         """
-        if not self.transfers.close():
+        if not self.stream.close():
             raise WorkerError(
                 "copies between accelerator and host have not ended, so the plan cannot change: "
                 "resume from the last checkpoint"
@@ -200,26 +182,6 @@ class WorkerLink:
             WorkerError: the worker has failed.
         """
         self.process.submit([ThreadLimit(threads)])
-
-    def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> Transfers:
-        results, waiting = _results(self.arena, plan.rule.block_size), self.metrics.waiting
-        if plan.streams:
-            weights = [
-                WeightSlot(self.arena.tensor(*key)) for key in self.arena.keys("y", OF_CHUNKS)
-            ]
-            return Stream(
-                self.process,
-                results,
-                plan.rule.block_size,
-                waiting,
-                plan.copies,
-                weights,
-                self._timeout_seconds,
-            )
-        if plan.chunks is None:
-            return Transfers(self.process, results, plan.rule.block_size, waiting, plan.copies)
-        slots, how = _slots_of_chunks(self.arena), (plan.chunks, self._timeout_seconds, waiting)
-        return HiddenTransfers(self.process, results, buffers, *how, slots)
 
     # Note: [an error of one rank]
     # If a rank raised between two of DeepSpeed's collectives, the others would wait in the next one
@@ -243,36 +205,21 @@ class WorkerLink:
         return self._kept.error is not None
 
     def depart(
-        self,
-        tasks: Sequence[WorkerTask],
-        *,
-        gradients: int,
-        publishes: bool,
-        gives: Iterable[int] = (),
+        self, tasks: Sequence[WorkerTask], *, gradients: int, gives: Iterable[int] = ()
     ) -> None:
-        """Send the gradients that `transfers` has taken, and hand over work on them and earlier
-        ones. Does nothing if this rank has failed.
+        """Hand over work on the gradients that `stream` has taken. Does nothing if this rank has
+        failed.
 
         Args:
             tasks: at most one task per partition.
             gradients: number of gradients per task.
-            publishes: whether the worker's results are read before the next gradients are taken.
             gives: partitions whose weights the worker gives.
         """
-        self.transfers.expect(gives)
-        if self.failed:
-            return
-        with self.deferring_errors():
-            if tasks:
-                self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
-            self.transfers.depart(tasks, publishes)
-
-    def follow(self) -> None:
-        """Send the passes of what the worker has peeked at. Does nothing if this rank has failed,
-        or has sent them."""
-        if not self.failed:
+        self.stream.expect(gives)
+        if tasks and not self.failed:
             with self.deferring_errors():
-                self.transfers.follow()
+                self.is_in_flight, self.is_unread, self._gradients = True, False, gradients
+                self.stream.depart(tasks)
 
     def free(self, index: int, span: Span) -> None:
         """Wait, on this rank alone, until the worker has read the gradient of these elements of a
@@ -280,15 +227,8 @@ class WorkerLink:
         self.home.require()
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
-                self.transfers.free(index, span, Patience(self.longest_wait_seconds))
+                self.stream.free(index, span, Patience(self.longest_wait_seconds))
         self._lose_if_failed([(index, span)])
-
-    def start_copies(self) -> None:
-        """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`).
-        Does nothing if this rank has failed."""
-        if not self.failed:
-            with self.deferring_errors():
-                self.transfers.start()
 
     def wait(self) -> Exception | None:
         """Wait for everything in flight on this rank, and write weights that were on their way.
@@ -301,11 +241,11 @@ class WorkerLink:
             with self.deferring_errors():
                 within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
-                self.metrics.bytes_up += self.transfers.complete(within)
-                seconds = self.transfers.wait(within)
-                if self.phase is UpdatePhase.IN_FLIGHT:
-                    self.phase = UpdatePhase.ARRIVED
-                    self.metrics.note_worker(seconds, self._gradients_in_flight)
+                self.metrics.bytes_up += self.stream.complete(within)
+                seconds = self.stream.wait(within)
+                if self.is_in_flight:
+                    self.is_in_flight, self.is_unread = False, True
+                    self.metrics.note_worker(seconds, self._gradients)
         self._lose_if_failed()
         return self._kept.error
 
@@ -319,20 +259,20 @@ class WorkerLink:
         Raises:
             StateError: this is a forked process, whose parent's weights are on their way.
         """
-        if not self.transfers.are_due:
+        if not self.stream.are_due:
             return
         self.home.require()
         used = None if parts is None else list(parts)
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
                 within = Patience(self.longest_wait_seconds)
-                self.metrics.bytes_up += self.transfers.complete(within, used)
+                self.metrics.bytes_up += self.stream.complete(within, used)
         self._lose_if_failed(used)
 
     def _lose_if_failed(self, parts: Sequence[tuple[int, Span]] | None = None) -> None:
         if self.failed:
             with self.deferring_errors():
-                self.transfers.lose(parts)
+                self.stream.lose(parts)
 
     def wait_together(self) -> None:
         """Wait for everything in flight. A collective.
@@ -367,13 +307,11 @@ class WorkerLink:
         Args:
             passes: whether to wait for everything; otherwise for this step's weights alone.
         """
-        with self.deferring_errors(), self.metrics.waiting.measured():
-            if passes:
+        if passes:
+            with self.deferring_errors(), self.metrics.waiting.measured():
                 self.wait()
-            elif not self.failed:
-                within = Patience(self.longest_wait_seconds)
-                self.metrics.bytes_up += self.transfers.complete(within)
-        self._lose_if_failed()
+        else:
+            self.complete()
         self.raise_deferred()
 
     def close(self) -> None:
@@ -390,61 +328,21 @@ class WorkerLink:
 
 
 def _end_copies(
-    process: OptimizerProcess, transfers: Transfers, page_locks: PageLocks, owner_pid: int
+    process: OptimizerProcess, stream: Stream, page_locks: PageLocks, owner_pid: int
 ) -> None:
     """Unlock memory once no copy is running; if a copy does not end, leave everything that it
     uses."""
     if os.getpid() != owner_pid:  # a forked process must not use the accelerator
         return
     process.close()
-    if transfers.close():
+    if stream.close():
         page_locks.unlock()
     else:
-        page_locks.leave(transfers)
+        page_locks.leave(stream)
         logger.warning(
             "copies between accelerator and host have not ended, perhaps because of a collective "
             "that another rank has left: their memory stays locked until this process ends"
         )
-
-
-def _results(arena: Arena, block_size: int) -> list[list[Results]]:
-    """The arrays that the worker writes for the trainer, by partition and slot of its ring."""
-    keys = [array.spec.key for array in arena.layout.arrays]
-    means = {
-        key.partition: _by_block(arena, key, block_size)
-        for key in keys
-        if key.kind in ("block_means", "known")
-    }
-    found: dict[int, list[Results]] = {key.partition: [] for key in keys if key.kind == "p"}
-    for _, partition, slot in (key for key in keys if key.kind == "g"):
-        if partition == OF_CHUNKS:
-            continue
-        results = Results(arena.tensor("y", partition, slot), means.get(partition))
-        found[partition].append(results)
-    for partition, each in found.items():
-        if not each:  # y passes through chunk slots
-            numel, dtype = arena.tensor("p", partition).numel(), arena.tensor("y", OF_CHUNKS).dtype
-            each.append(
-                Results(torch.empty(numel, dtype=dtype, device="meta"), means.get(partition))
-            )
-    return list(found.values())
-
-
-def _slots_of_chunks(arena: Arena) -> list[ChunkSlot]:
-    """The slots that chunks pass through; empty: partitions keep whole gradients."""
-    return [
-        ChunkSlot(
-            arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event()
-        )
-        for key in arena.keys("g", OF_CHUNKS)
-    ]
-
-
-def _by_block(arena: Arena, key: ArrayKey, block_size: int) -> torch.Tensor:
-    """A per-block array, with one row per block if a block has several elements."""
-    array = arena.tensor(*key)
-    blocks = -(-arena.tensor("p", key.partition).numel() // block_size)
-    return array if array.numel() == blocks else array.view(blocks, -1)
 
 
 def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:

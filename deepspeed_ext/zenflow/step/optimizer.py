@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -75,7 +75,7 @@ class HostOptimizer:
     def __init__(
         self,
         decided: ZenFlowPlan,
-        rule: UpdateRule[Any],
+        rule: UpdateRule,
         state: StateStore,
         link: WorkerLink,
         kind: OptimizerKind,
@@ -92,7 +92,8 @@ class HostOptimizer:
         self.is_offloaded = False
         self.first_steps: Observer | None = None
         self._parked: Parked | None = None
-        link.transfers.weights = [each.weights for each in state.partitions]
+        self._is_handed_over = False
+        link.stream.weights = [each.weights for each in state.partitions]
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -108,6 +109,7 @@ class HostOptimizer:
             if self.plan is not None:  # the last step failed
                 self.link.raise_deferred()
             self.state.begin_step()
+            self._is_handed_over = False
             self.plan = self.rule.schedule.plan()  # from here on, an interrupted step is noticed
             with self.link.deferring_errors():
                 self._metrics.begin_step()
@@ -132,8 +134,9 @@ class HostOptimizer:
         with in_profile("zenflow.step_partition"), self.link.deferring_errors():
             plan = self._current_plan
             partition = self.state.partitions[index]
-            transfers = self.link.transfers
-            slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
+            stream = self.link.stream
+            whole = self.decided.places.handed_over is Place.HOST
+            slot = self.coming_slot(index) if whole else None
             step = self.kind.step(partition.group, self.state.counts[index] + 1, grad_scale)
             if (heads := self.state.heads) is not None:
                 numel = heads.numels[index]
@@ -142,17 +145,12 @@ class HostOptimizer:
                 grad = grad[numel:]
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
-            partition.collected.append(step)
-            handed_over = self.rule.to_hand_over(plan, partition, grad)
-            ready = transfers.ready()
-            self.rule.step_partition(plan, partition, grad)
+            handed_over = self.rule.to_hand_over(plan, partition, grad, step)
+            ready = stream.ready()
+            self.rule.step_partition(plan, partition, grad, step)
             if handed_over is not None:
-                transfers.take(index, handed_over, slot, ready)
+                stream.take(index, handed_over, slot, ready)
                 self._metrics.bytes_down += handed_over.nbytes
-            # the worker steps this partition while the next gradient is prepared
-            if plan.waits_last and not self.decided.peeks:
-                task = self.rule.task(plan, partition)
-                self.link.depart([task], gradients=plan.handed_over, publishes=True, gives=[index])
 
     def finish_weights(self, *, starts_copies: bool = True) -> None:
         """Write the new weights of all partitions, once all gradients have been taken. A
@@ -168,17 +166,15 @@ class HostOptimizer:
         """
         with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
-            if plan.waits_last and self.decided.peeks:
+            if plan.waits_last:
                 # Not before: DeepSpeed reads a partition's weights after its `step_partition`, on
                 # the current stream, and these come up on another.
-                self._depart(plan, self._tasks(plan), publishes=True)
-                self.link.receive(passes=False)
-            elif plan.waits_last:
-                self._receive()
+                self._hand_over(plan)
+                self._receive(passes=not self.decided.peeks)
             self.rule.write_weights(plan)
-            if starts_copies and not plan.waits_last:
+            if plan.wait is Wait.NEXT_STEP and starts_copies:
                 # overlaps with DeepSpeed's use of the weights, which may wait for the device
-                self.link.start_copies()
+                self._hand_over(plan)
             with self.link.deferring_errors():
                 self._metrics.gathering.start()
 
@@ -189,16 +185,13 @@ class HostOptimizer:
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
                 self._metrics.gathering.stop()
-            tasks = [] if plan.waits_last else self._tasks(plan)
+            self._hand_over(plan)
             rule.schedule.advance(plan)
             with self.link.deferring_errors():
-                if not plan.waits_last:
-                    self._depart(plan, tasks, publishes=rule.schedule.plan().waits_first)
-                self.link.follow()
                 rule.end_step(plan)
             self.state.counts = [count + 1 for count in self.state.counts]
             with self.link.deferring_errors():
-                self._metrics.note_link(self.link.transfers.copying_seconds())
+                self._metrics.note_link(self.link.stream.copying_seconds())
                 self._metrics.end_step(plan.waits_last)
                 self.state.handles.advance(self.state.counts)
             self.plan, self.state.in_step = None, False
@@ -209,22 +202,24 @@ class HostOptimizer:
             if self.first_steps is not None:
                 self.first_steps.after_step(self, plan)
 
-    def _tasks(self, plan: StepPlan) -> list[WorkerTask]:
-        """What the step hands over, of all partitions."""
-        with self.link.deferring_errors():
-            if plan.handed_over:
-                return [self.rule.task(plan, partition) for partition in self.state.partitions]
-        return []
-
-    def _depart(self, plan: StepPlan, tasks: list[WorkerTask], *, publishes: bool) -> None:
+    def _hand_over(self, plan: StepPlan) -> None:
+        """Hand over the gradients of all partitions, once per step."""
+        if self._is_handed_over:
+            return
+        self._is_handed_over, tasks = True, list[WorkerTask]()
+        if plan.handed_over:
+            with self.link.deferring_errors():
+                tasks = [self.rule.task(plan, partition) for partition in self.state.partitions]
         gives = () if plan.wait is Wait.NEXT_STEP else range(len(self.state.counts))
-        self.link.depart(tasks, gradients=plan.handed_over, publishes=publishes, gives=gives)
+        self.link.depart(tasks, gradients=plan.handed_over, gives=gives)
 
-    def _receive(self) -> None:
-        """Wait for the worker on all ranks; then no save reads the arena any more."""
-        self.link.receive()
-        with self.link.deferring_errors():
-            self.state.hide()
+    def _receive(self, *, passes: bool = True) -> None:
+        """Wait for the worker on all ranks; then no save reads the arena any more. Without `passes`
+        for this step's weights alone."""
+        self.link.receive(passes=passes)
+        if passes:
+            with self.link.deferring_errors():
+                self.state.hide()
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -256,7 +251,7 @@ class HostOptimizer:
         """
         used = None if parts is None else self.state.on_host(parts)
         if first and used:
-            self.link.transfers.put_first(used)
+            self.link.stream.chunks.put_first(used)
         self.link.complete(used)
 
     # -- states on the host ------------------------------------------------------------------------
@@ -281,7 +276,7 @@ class HostOptimizer:
             assert all(tensor._base is None for tensor in beside), "a base would keep its memory"
             self._parked = Parked(beside, pins=pins)
             with self.link.deferring_errors():
-                self.link.transfers.release()
+                self.link.stream.release()
         self.is_offloaded = True
 
     def reload(self) -> None:
@@ -289,7 +284,7 @@ class HostOptimizer:
         memory."""
         if self._parked is not None:
             self._parked.restore()
-            if not self.link.transfers.restore():
+            if not self.link.stream.restore():
                 self.state.expose(
                     shows_moments=False, takes_over=False
                 )  # so that the next step publishes again
@@ -319,7 +314,7 @@ class HostOptimizer:
         """
         self.decided = plan
         self.state.partitions = partitions
-        self.link.transfers.weights = [each.weights for each in partitions]
+        self.link.stream.weights = [each.weights for each in partitions]
         self.state.heads = heads
         self.rule.restart(None, partitions)
 

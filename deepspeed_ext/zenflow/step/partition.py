@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -54,10 +53,8 @@ class Partition:
         publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
-            that went into it. Empty or unused if gradients and y pass through the host in chunks.
+            that went into it. Empty if gradients and y pass through the host in chunks.
         places: where its arrays are.
-        collected: constants of the gradients that have not been handed over, oldest first, made by
-            `OptimizerKind.step`.
     """
 
     index: int
@@ -70,7 +67,6 @@ class Partition:
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
-    collected: list[Any] = field(default_factory=list)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -1,32 +1,29 @@
 """Defines the interface between the optimizer and its update rule.
 
-`HostOptimizer` collects gradients, hands them over and waits, as the step's plan says. The rule
-makes that plan, computes the weights and keeps its own state between steps. Methods called inside a
-step run on this rank alone, between DeepSpeed's collectives, unless documented as collectives.
+`HostOptimizer` takes gradients, hands them over and waits, as the step's plan says. The rule makes
+that plan, computes the weights and keeps its own state between steps. Methods called inside a step
+run on this rank alone, between DeepSpeed's collectives, unless documented as collectives.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.schedule import Schedule, StepPlan
+from deepspeed_ext.zenflow.step.schedule import Schedule
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["UpdateRule"]
 
-PlanT = TypeVar("PlanT", bound=StepPlan)
 
-
-class UpdateRule(ABC, Generic[PlanT]):
+class UpdateRule:
     """Decides what a step does, and computes the weights that are not simply copied from the
-    worker.
+    worker. `plan` is what the rule's schedule says of the step.
 
     Args:
         schedule: decides what each step does.
@@ -40,13 +37,13 @@ class UpdateRule(ABC, Generic[PlanT]):
     def __init__(
         self,
         block_size: int,
-        schedule: Schedule[PlanT, Any],
+        schedule: Schedule,
         partitions: Sequence[Partition],
         link: WorkerLink,
         metrics: Metrics,
     ) -> None:
         self.block_size = block_size
-        self.schedule = schedule
+        self.schedule: Any = schedule
         self._partitions = partitions
         self._link = link
         self._metrics = metrics
@@ -59,33 +56,35 @@ class UpdateRule(ABC, Generic[PlanT]):
         asks for it, on every rank or on none."""
 
     def to_hand_over(
-        self, plan: PlanT, partition: Partition, grad: torch.Tensor
+        self, plan: Any, partition: Partition, grad: torch.Tensor, step: Any
     ) -> torch.Tensor | None:
         """What the worker steps with, 1-D [n]; None if the plan hands nothing over. Called first;
         arguments as for `step_partition`."""
         return grad
 
-    @abstractmethod
-    def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor) -> None:
-        """Use the collected gradient of one partition. If the plan waits first, the update in
-        flight has arrived.
+    def step_partition(
+        self, plan: Any, partition: Partition, grad: torch.Tensor, step: Any
+    ) -> None:
+        """Use the gradient of one partition. If the plan waits first, the update in flight has
+        arrived.
 
         Args:
-            partition: the partition; its newest constants are ``partition.collected[-1]``.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
-                clipped (those constants have the factor).
+                clipped.
+            step: its constants, made by `OptimizerKind.step`; they have the factor.
         """
+        raise NotImplementedError
 
-    @abstractmethod
-    def task(self, plan: PlanT, partition: Partition) -> WorkerTask:
-        """Build the worker's task from a partition's collected gradients; this hands them over."""
+    def task(self, plan: Any, partition: Partition) -> WorkerTask:
+        """Build the worker's task from what `to_hand_over` returned."""
+        raise NotImplementedError
 
-    def write_weights(self, plan: PlanT) -> None:
+    def write_weights(self, plan: Any) -> None:
         """Write the weights that `step_partition` could not write and that do not arrive from the
         worker. If the plan waits last, the update handed over in this step has arrived. A
         collective."""
 
-    def end_step(self, plan: PlanT) -> None:
+    def end_step(self, plan: Any) -> None:
         """Finish the step: its weights are written and its gradients, if due, are handed over."""
 
     # -- queries -----------------------------------------------------------------------------------
@@ -104,14 +103,12 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Copy state from the accelerator into p, m and v, which others may change afterwards.
         Nothing may be in flight."""
 
-    @abstractmethod
     def resume(self) -> None:
         """Make the worker publish again, because p, m or v may have changed."""
+        raise NotImplementedError
 
     def restart(
-        self,
-        counts: Sequence[int] | None,
-        partitions: Sequence[Partition] | None = None,
+        self, counts: Sequence[int] | None, partitions: Sequence[Partition] | None = None
     ) -> None:
         """Discard everything derived from the old p, m, v, which were replaced.
 
@@ -127,27 +124,11 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Count p and the moments of a partition as the result of `updates` updates from now on.
         Nothing may be in flight."""
 
-    @abstractmethod
     def saved(self) -> list[dict[str, Any]]:
-        """Return the rule's state for a checkpoint, per partition, besides p, m, v and the
-        collected gradients. Nothing may be in flight."""
+        """Return the rule's state for a checkpoint, per partition, besides p, m and v. Nothing may
+        be in flight."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def changed_setting(self, position: int) -> str | None:
-        """Name the setting that keeps a checkpoint from being continued bitwise because it changed;
-        None: nothing does.
-
-        Args:
-            position: number of gradients in the checkpoint that were collected and not handed over.
-        """
-
-    @abstractmethod
     def restore(self, partitions: Sequence[Any]) -> None:
-        """Continue from what `saved` returned; p, m, v, schedule and collected gradients are
-        already in place."""
-
-    # -- for the rules -----------------------------------------------------------------------------
-
-    def _take_published(self, partition: Partition) -> None:
-        """Copy a partition's y to its weights."""
-        self._metrics.bytes_up += self._link.transfers.write(partition.index)
+        """Continue from what `saved` returned; p, m, v and the schedule are already in place."""
+        raise NotImplementedError

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.facts import Ratio
-from deepspeed_ext.zenflow.step.supported import require_group_timeout
 
 __all__ = ["ZenFlowRun"]
 
@@ -54,6 +54,11 @@ class ZenFlowRun:
         shortest = min(group_timeouts_seconds, default=float("inf"))
         if timeout >= shortest:
             if "worker_timeout_seconds" in config.model_fields_set:
-                require_group_timeout(timeout, shortest)
+                raise ConfigError(
+                    f"zero_optimization.zenflow.worker_timeout_seconds = {timeout:g} is not below "
+                    f"the process group's timeout of {shortest:g} s, after which the communication "
+                    "library ends the job: lower it, or raise the group's timeout "
+                    "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+                )
             timeout = shortest / 2
         return cls(config, timeout, steps_per_epoch, ratio)

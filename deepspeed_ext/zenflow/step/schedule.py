@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from deepspeed_ext.zenflow.plan.places import Wait
 
@@ -43,29 +43,28 @@ class State:
 
     steps: int = 0
     """Optimizer steps so far; overflowed steps do not count."""
-    position: int = 0
-    """Gradients collected and not handed over."""
     written: int = 0
-    """Gradients written to the ring so far."""
+    """Gradients handed over so far."""
 
 
-PlanT = TypeVar("PlanT", bound=StepPlan)
-StateT = TypeVar("StateT", bound=State)
-
-
-class Schedule(ABC, Generic[PlanT, StateT]):
+class Schedule(ABC):
     """Advances step by step: `plan` describes the coming step, `advance` records that it was
-    carried out."""
+    carried out.
 
-    def __init__(self, state: StateT) -> None:
-        self.state = state
+    Attributes:
+        state: the position.
+        ring: number of slots that gradients take in turn.
+    """
+
+    state: Any
+    ring: int
 
     @abstractmethod
-    def plan(self) -> PlanT:
-        """Describe the coming step."""
+    def plan(self) -> Any:
+        """Describe the coming step: a `StepPlan`."""
 
     @abstractmethod
-    def advance(self, plan: PlanT) -> None:
+    def advance(self, plan: Any) -> None:
         """Record that the step described by `plan` was carried out."""
 
     @property
@@ -74,44 +73,32 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         """Synchronous steps at the start."""
 
     @property
-    @abstractmethod
-    def ring(self) -> int:
-        """Number of slots that gradients take in turn."""
-
-    @property
     def coming(self) -> int:
         """Slot for the coming step's gradient; free once that step has waited."""
-        return self.state.written % self.ring
+        slot: int = self.state.written % self.ring
+        return slot
 
     @property
     def handed_over(self) -> int:
         """Slot of the newest gradient that was handed over. It holds y until the slot's next
         gradient."""
-        return (self.state.written - self.state.position - 1) % self.ring
-
-    def latest(self, count: int) -> tuple[int, ...]:
-        """Slots of the last `count` gradients, oldest first."""
-        return tuple((self.state.written - count + k) % self.ring for k in range(count))
+        slot: int = (self.state.written - 1) % self.ring
+        return slot
 
     @property
     def is_settled(self) -> bool:
-        """Whether no gradient is collected: after the update in flight has arrived, nothing refers
-        to elements of the arena."""
-        return self.state.position == 0
+        """Whether, after the update in flight has arrived, nothing refers to elements of the
+        arena."""
+        return True
 
     def restart(self) -> None:
         """Start over with synchronous steps."""
         self.state = type(self.state)()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, except what follows from the collected gradients."""
-        return {
-            name: value
-            for name, value in asdict(self.state).items()
-            if name not in ("position", "written")
-        }
+        """The state as plain values. A resumed run begins with the first slot."""
+        return {name: value for name, value in asdict(self.state).items() if name != "written"}
 
-    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """Continue from `state_dict`, with `position` collected gradients, which take the first
-        slots of the ring."""
-        self.state = type(self.state)(**state, position=position, written=position)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.state = type(self.state)(**state)

@@ -22,14 +22,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL
 from deepspeed_ext.zenflow.step.heads import Heads
-from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
@@ -95,7 +94,7 @@ class StateStore:
     def __init__(
         self,
         link: WorkerLink,
-        rule: UpdateRule[Any],
+        rule: UpdateRule,
         kind: OptimizerKind,
         partitions: Sequence[Partition],
         wholes: Sequence[WholeState],
@@ -116,6 +115,8 @@ class StateStore:
             )
             for names, arrays in [((codes, shown), (codes, scales, shown))]
         ]
+        # p, m, v may have been written from outside: the next step publishes them again
+        self._is_exposed = False
         self._is_decoded = False  # the decoded moments may be written; codes lead from a step on
         self._has_decoded = False  # they take memory
         used = weakref.WeakMethod(self._used)
@@ -195,7 +196,7 @@ class StateStore:
         """
         with self.link.deferring_errors():
             self.drain(shows_moments=shows_moments, takes_over=False)
-        self.link.phase = UpdatePhase.EXPOSED
+        self._is_exposed = True
         if self.link.failed:
             return False
         if takes_over:
@@ -213,7 +214,7 @@ class StateStore:
                 if change.updates is not None:
                     self.counts[change.partition] = change.updates
                     self._rule.recounted(self.partitions[change.partition], change.updates)
-            self.link.phase = UpdatePhase.EXPOSED
+            self._is_exposed = True
             self.handles.bind(self.counts)
 
     def replaced(self, counts: Sequence[int] | None = None) -> None:
@@ -227,8 +228,6 @@ class StateStore:
         self._changes += 1
         self.counts = self.counts if counts is None else list(counts)
         self._rule.schedule.restart()
-        for partition in self.partitions:
-            partition.collected.clear()
         self._rule.restart(None if counts is None else self.counts)
         self._take_back()
         self.handles.bind(self.counts)
@@ -296,7 +295,7 @@ class StateStore:
         if self._is_exposed:
             self.link.wait()  # no collective, because other ranks may not be exposed
             with self.link.deferring_errors():
-                self.link.phase = UpdatePhase.READ
+                self._is_exposed = self.link.is_unread = False
                 self._take_back()
                 self._rule.resume()
         self._is_decoded = False
@@ -311,10 +310,6 @@ class StateStore:
                 self.link.arena.release(each.shown_kind, each.partition)
 
     # -- inside ------------------------------------------------------------------------------------
-
-    @property
-    def _is_exposed(self) -> bool:
-        return self.link.phase is UpdatePhase.EXPOSED
 
     def _used(self) -> None:
         """Called before a user's access to values of p or a moment."""

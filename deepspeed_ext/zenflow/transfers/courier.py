@@ -15,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess, within_group_timeout
 
 __all__ = ["Courier", "Latch", "Parcel", "Shipment"]
@@ -63,28 +63,24 @@ class Latch:
 
 @dataclass
 class Parcel:
-    """A run of blocks in transit.
+    """A chunk on a visit to the worker.
 
     Attributes:
-        start_down: starts its copy to the host; returns an event recorded after the copy or,
-            without a gradient, after everything that reads what the task will overwrite.
-        task: the worker's task once the gradient has arrived; None: none.
-        bring_up: called by the courier to start the copy of the worker's result to the accelerator;
-            None: the result stays on the host.
-        index, span: the partition, and its elements in this parcel.
-        number: its number in the shipment.
-        down: the event; None before `send`.
-        here: opens once the copy of the result has been started, or an error has ended the
-            shipment.
+        start_down: starts its copy to the host; returns events after which the worker may take it:
+            its gradient has arrived, and nothing reads what the task will overwrite. None: nothing
+            to wait for.
+        task: the worker's task.
+        bring_up: called by the courier to start the copy of the result to its place; None: there is
+            none.
+        down: the events; None before `send`.
+        here: opens once the worker has answered and the copy of the result has been started, or an
+            error has ended the shipment.
     """
 
-    start_down: Callable[[], Any]
-    task: WorkerTask | None = None
+    start_down: Callable[[], Iterable[Any]]
+    task: WorkerTask
     bring_up: Callable[[], None] | None = None
-    index: int = 0
-    span: Span | None = None
-    number: int = 0
-    down: Any = None
+    down: Iterable[Any] | None = None
     here: Latch = field(default_factory=Latch, init=False)
 
     def send(self) -> None:
@@ -128,13 +124,14 @@ class Shipment:
         while self._parcels or with_worker:
             if self._parcels:
                 parcel = self._parcels.popleft()
-                parcel.down.synchronize()
-                number = process.newest if parcel.task is None else process.submit([parcel.task])
-                with_worker.append((parcel, number))
+                for event in parcel.down or ():
+                    if event is not None:
+                        event.synchronize()
+                with_worker.append((parcel, process.submit([parcel.task])))
             if len(with_worker) > _PARCELS_AHEAD or not self._parcels:
                 parcel, number = with_worker.popleft()
+                process.wait_for(number)
                 if parcel.bring_up is not None:
-                    process.wait_for(number)
                     parcel.bring_up()
                 self.carried += 1
                 parcel.here.open()

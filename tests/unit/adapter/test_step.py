@@ -8,13 +8,14 @@ import json
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.adapter.contract import PAGE
-from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
+from deepspeed_ext.adapter.step import StepDriver, StepPhase
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
@@ -42,7 +43,7 @@ def recorded(optimizer: Any) -> Iterator[list[tuple[str, str]]]:
 
     def recording(name: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append((name, self.zenflow_parts.driver.current.phase.name))
+            calls.append((name, self.zenflow_parts.driver.phase.name))
             return originals[name](self, *args, **kwargs)
 
         return call
@@ -187,41 +188,42 @@ def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def new_step() -> Step:
-    return Step([GradientReceiver(torch.zeros(4), torch.float32)])
+def new_driver() -> StepDriver:
+    """A driver of one partition, whose host and partitions do nothing."""
+    host = MagicMock()
+    host.decided.dtypes.gradient = "float32"
+    host.state.wholes = [MagicMock(**{"master.data": torch.zeros(4)})]
+    return StepDriver(host, MagicMock(), None)
 
 
-def test_a_step_passes_through_its_phases() -> None:
-    step = new_step()
-    with step.of_optimizer():
-        seen = [step.phase, step.begin(), step.phase, step.begin()]
-    assert seen == [StepPhase.CHECKING, True, StepPhase.TAKING, False]
-    assert step.phase is StepPhase.BETWEEN
+def test_a_step_begins_once_and_ends_also_by_an_exception() -> None:
+    driver, seen = new_driver(), []
 
-
-def interrupted(step: Step) -> None:
-    with step.of_optimizer():
-        step.begin()
+    def interrupted() -> None:
+        for _ in range(2):
+            seen.append(driver.phase)
+            driver.begin()
+        seen.append(driver.phase)
         raise KeyboardInterrupt
 
-
-def test_an_exception_ends_the_step() -> None:
-    step = new_step()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(step)
-    assert step.phase is StepPhase.BETWEEN
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            driver.run(interrupted, lambda: False)
+        assert driver.phase is StepPhase.BETWEEN
+    assert seen == [StepPhase.CHECKING, StepPhase.TAKING, StepPhase.TAKING] * 2
 
 
 def test_the_factor_is_asked_for_once_a_step() -> None:
-    step, asked = new_step(), []
+    driver, asked = new_driver(), []
 
     def halve(one: torch.Tensor) -> None:
         asked.append(float(one))
         one.mul_(0.5)
 
+    def unscale_two() -> None:
+        driver.find_factor(halve)
+        driver.find_factor(halve)
+
     for _ in range(2):
-        with step.of_optimizer():
-            step.find_factor(halve)
-            step.find_factor(halve)
-            assert step.factor == 0.5
+        driver.run(unscale_two, lambda: False)
     assert asked == [1.0, 1.0]

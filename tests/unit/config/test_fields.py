@@ -20,18 +20,17 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 import deepspeed_ext
+from deepspeed_ext.adapter.refusals import require_supported
 from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
 from deepspeed_ext.config import (
-    OF_ONE_RULE,
     CoreBindingConfig,
     ZenFlowConfig,
     ZeroFields,
     given_of_the_other_rule,
 )
 from deepspeed_ext.config.file import read_json
-from deepspeed_ext.config.zenflow import RETIRED
+from deepspeed_ext.config.zenflow import OF_ONE_RULE, RETIRED
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.step.supported import require_section
 from tests.support.config_models import models
 
 OF_THE_SECTION = [(model, name) for model in models(ZeroFields) for name in model.model_fields]
@@ -452,15 +451,17 @@ def test_what_is_not_built_can_be_read(zero: dict[str, Any]) -> None:
     config = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
     assert config.zero_config.zenflow is not None
     with pytest.raises(ConfigError, match="remove that setting or the zenflow section"):
-        require_section(config.zero_config)
+        require_supported(config.zero_config)
 
 
 @pytest.mark.parametrize(("ratio", "named"), [("auto", '"auto"'), ("fit", '"auto"'), (0.5, "0.5")])
 def test_a_refused_share_is_named_with_its_value(ratio: Any, named: str) -> None:
     offload, refused = {"device": "cpu", "ratio": ratio}, {"gradients_on_host": True}
     with pytest.raises(ConfigError, match=f"with offload_optimizer.ratio = {named}"):
-        require_section(ZeroConfig(stage=2, zenflow=refused, offload_optimizer=offload))
-    require_section(ZeroConfig(stage=2, zenflow={"state_dtype": "int8"}, offload_optimizer=offload))
+        require_supported(ZeroConfig(stage=2, zenflow=refused, offload_optimizer=offload))
+    require_supported(
+        ZeroConfig(stage=2, zenflow={"state_dtype": "int8"}, offload_optimizer=offload)
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

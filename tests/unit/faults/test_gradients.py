@@ -87,8 +87,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     adam = engine.optimizer.host_optimizer
     adam.state.drain()
     arrays = [t.clone() for part in adam.state.partitions for t in part.state]
-    collected = [copy.deepcopy(part.collected) for part in adam.state.partitions]
-    counts = (adam.state.updates, adam.rule.schedule.state_dict(), collected, engine.get_lr())
+    counts = (adam.state.updates, adam.rule.schedule.state_dict(), engine.get_lr())
     return {
         "arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()),
         "counts": copy.deepcopy(counts),

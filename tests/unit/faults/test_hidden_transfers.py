@@ -22,8 +22,9 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.transfers.beside_step import Chunk, LandingBuffer
 from deepspeed_ext.zenflow.transfers.courier import Parcel
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -44,7 +45,7 @@ STATES: dict[str, tuple[type, str, bool]] = {
     "arrived": (OptimizerProcess, "submit", False),
     "with the worker": (OptimizerProcess, "submit", True),
     "stepped": (OptimizerProcess, "wait_for", True),
-    "coming up": (Chunk, "start_up", True),
+    "coming up": (Stream, "_bring_up", True),
 }
 """State of a chunk -> the method at whose end (True) or beginning it is in that state."""
 
@@ -108,7 +109,8 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
             engine = make_engine(config)
             link = engine.optimizer.host_optimizer.link
             is_whole = "update_interval" in config["zero_optimization"]["zenflow"]
-            assert link.transfers.handed_over is (Place.HOST if is_whole else Place.IN_TRANSIT)
+            places = engine.optimizer.host_optimizer.decided.places
+            assert places.handed_over is (Place.HOST if is_whole else Place.IN_TRANSIT)
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]
             train(engine, data[:WITHOUT_FAULT])
             dist.barrier()
@@ -195,7 +197,7 @@ def start(config: dict, lacks: str, on_rank: int) -> tuple[str, str, list[float]
             engine = make_engine(config)
         except DeepSpeedExtError as error:
             return type(error).__name__, str(error), []
-    kind = type(engine.optimizer.host_optimizer.link.transfers).__name__
+    kind = engine.optimizer.host_optimizer.decided.copies.name
     losses = train(engine, [on_device(batch) for batch in batches(6, rank)])
     engine.destroy()
     return kind, "", losses
@@ -221,7 +223,7 @@ def test_without_memory_on_one_rank_the_copies_stay_inside_of_the_step_on_all(
             assert kind == "OutOfMemoryError"
             assert "zenflow.hide_transfers is true" in message
         else:
-            assert kind == ("HiddenTransfers" if hidden else "Transfers")
+            assert kind == ("BESIDE_STEP" if hidden else "INSIDE_STEP")
             assert losses == expected
 
 
@@ -231,7 +233,9 @@ def train_with_an_error_of_the_courier(config: dict) -> str:
     train(engine, data[:3])
     message = "no error"
     with (
-        patch.object(Chunk, "start_up", refuse_the_copy) if dist.get_rank() == 1 else nullcontext()
+        patch.object(Stream, "_bring_up", refuse_the_copy)
+        if dist.get_rank() == 1
+        else nullcontext()
     ):
         try:
             train(engine, data[3:])

@@ -55,11 +55,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.receive",
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_deferred",
-        "adapter/parts.py:Parts.settle",
-        "adapter/parts.py:Saver.after_step",
-        "adapter/parts.py:Saver.begin_load",
-        "adapter/parts.py:Saver.deferring_errors",
-        "adapter/parts.py:Saver.saving",
+        "adapter/engine.py:Engine._keeping_errors",
         "adapter/reached_state.py:_require_same_position",
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
@@ -86,7 +82,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
         "adapter/reached_state.py:Evaluation.end",
         "adapter/engine.py:Engine._backward_prologue",
-        "adapter/parts.py:Parts.require_known_state",
+        "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
         "flatten/tiers.py:broadcasts",
         "adapter/step.py:StepDriver.run",
         "adapter/step.py:StepDriver.begin",
@@ -109,20 +105,18 @@ CANNOT_BE_AGREED_ON = {
         "runtime/profiling.py:in_profile",
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
-        "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
-        "zenflow/transfers/given_weights.py:GivenWeights.are_",  # whether a dict is empty
+        "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/late_weights.py:",  # looks parameters up
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
-        "adapter/parts.py:Parts.after_model_step",
+        "adapter/engine.py:Engine._take_model_step",
         "checkpoint/writer.py:begin_writing",
         "adapter/step.py:StepDriver.find_factor",
         "adapter/step.py:StepDriver.forget_gradients",
         "adapter/step.py:StepDriver.known_norms",
         "adapter/step.py:StepDriver.norms",
-        "zenflow/step/link.py:WorkerLink.start_copies",
         "zenflow/step/link.py:WorkerLink.complete",
     ),
     "waits as DeepSpeed's own method does; "
@@ -137,8 +131,8 @@ CANNOT_BE_AGREED_ON = {
     "pure, of values that are equal on all ranks": (
         "adapter/engine.py:Engine._require",
         "adapter/engine.py:Engine._recording",
-        "adapter/engine_settings.py:EngineSettings._settings",
-        "adapter/engine_settings.py:EngineSettings._zenflow",
+        "adapter/engine_construction.py:EngineConstruction._settings",
+        "adapter/engine_construction.py:EngineConstruction._zenflow",
         "adapter/zero_config.py:ZeroConfig.zenflow_with",
         *(
             f"adapter/load.py:{name}"
@@ -149,9 +143,7 @@ CANNOT_BE_AGREED_ON = {
         ),
         "adapter/readiness.py:BackwardPass.",
         "adapter/readiness.py:_Running.",
-        "adapter/step.py:Step.begin",
-        "adapter/step.py:Step.of_",
-        "adapter/step.py:Step.takes_gradients",
+        "adapter/step.py:StepDriver.takes_gradients",
         "adapter/upstream.py:keep_masters_on_host",
         "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
@@ -411,7 +403,7 @@ def test_all_ranks_have_the_same_error(
     require_same_errors(ended, name, at_least=0 if every > 1 else 30)
 
 
-ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/weight_upload.py:")
+ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/stream.py:Stream._uploaded")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
@@ -118,7 +118,7 @@ PHASES = {
         ("exact",),
         (3,),
         BOTH,
-        when=lambda late: late._host.link.transfers.are_awaited,
+        when=lambda late: late._host.link.stream.are_awaited,
     ),
     "backward completes weights": Phase(ReachedState, "complete_weights", False, ("exact",)),
     "a save waits for the worker": Phase(StateStore, "drain", saves="waiting"),

@@ -22,7 +22,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -137,7 +137,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "gradients leave": (HostOptimizer, "step_partition"),
     "the norm is known": (StepDriver, "find_factor"),
     "the worker steps": (WorkerLink, "depart"),
-    "the passes follow": (WorkerLink, "follow"),
+    "the step has ended": (HostOptimizer, "end_step"),
     "chunks arrive": (Stream, "_receive"),
     "a backward pass completes weights": (HostOptimizer, "complete_weights"),
     "a save": (StateStore, "drain"),

@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan.places import Wait
-from deepspeed_ext.zenflow.step.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from tests.support.late_weights import exact_config, small_chunks
 from tests.support.models import Branches, batches, on_device
 from tests.support.ranks import run_ranks
@@ -34,16 +34,16 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
         for first_token in (1, 1, 0, 0):
             batch = batches(1, dist.get_rank())[0]
             batch[0, 0] = first_token
-            before = len(host.link.transfers._awaited)
+            before = len(host.link.stream._awaited)
             loss = engine(on_device(batch))
-            during = len(host.link.transfers._awaited)
+            during = len(host.link.stream._awaited)
             engine.backward(loss)
-            after = len(host.link.transfers._awaited)
+            after = len(host.link.stream._awaited)
             engine.step()
             found.append((before, during, after))
         for index in range(len(host.state.partitions)):
             host.coming_slot(index)
-        found.append(len(host.link.transfers._awaited))
+        found.append(len(host.link.stream._awaited))
         engine.destroy()
     return found
 
@@ -104,7 +104,7 @@ def test_they_arrive_in_the_step_at_other_stages_and_if_the_config_says_so(
 def left_behind(config: dict[str, Any]) -> int:
     engine = make_engine(config)
     train(engine, batches(2, dist.get_rank()))
-    left = len(engine.optimizer.host_optimizer.link.transfers._awaited)
+    left = len(engine.optimizer.host_optimizer.link.stream._awaited)
     engine.destroy()
     return left
 
@@ -116,7 +116,7 @@ def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
 
     def noting(self: Stream, indices: Any) -> None:
         indices = list(indices)
-        found.append([(index, span.begin) for index, span in self.in_order(indices)])
+        found.append([(index, span.begin) for index, span in self.chunks.in_order(indices)])
         expect(self, indices)
 
     with patch.object(Stream, "expect", noting):

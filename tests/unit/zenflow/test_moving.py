@@ -24,8 +24,8 @@ from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.log import heard
 from tests.support.models import batches, two_groups
@@ -243,7 +243,7 @@ def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
 # -- kills ----------------------------------------------------------------------------------------
 
 PHASES = [
-    (HiddenTransfers, "release"),
+    (Stream, "release"),
     (Heads, "take"),
     (WorkerLink, "relay"),
     (PageLocks, "unlock"),

@@ -55,7 +55,7 @@ class Sample:
     block_size: int
     blocks: torch.Tensor | None
     last: Any
-    step: Any = field(default=None, init=False)
+    step: Any
     state: tuple[torch.Tensor, ...] = field(init=False)
     weights_dtype: torch.dtype = field(init=False)
 
@@ -80,6 +80,7 @@ class Sample:
         kind: OptimizerKind,
         block_size: int,
         last: Any,
+        step: Any,
         most_blocks: int,
         seed: int,
     ) -> Sample:
@@ -87,7 +88,7 @@ class Sample:
 
         Args:
             grad: the gradient that the worker takes next, 1-D [n], any device.
-            last: constants of the newest update in the state.
+            last, step: constants of the newest update in the state, and of this gradient.
             most_blocks: maximum number of blocks.
             seed: decides which blocks are drawn.
         """
@@ -101,7 +102,9 @@ class Sample:
             within = torch.rand(count, dtype=torch.float64, device="cpu", generator=generator)
             numbers = torch.arange(count, dtype=torch.float64, device="cpu")
             blocks = ((numbers + within) * (whole / count)).long().clamp_(max=whole - 1)
-        return cls(partition, _on_host(grad, blocks, block_size), kind, block_size, blocks, last)
+        return cls(
+            partition, _on_host(grad, blocks, block_size), kind, block_size, blocks, last, step
+        )
 
     @torch.no_grad()
     def errors(self) -> PredictionErrors:

@@ -21,7 +21,7 @@ from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule
-from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
@@ -39,7 +39,7 @@ class PredictionState:
     """State of the rule for one partition of n elements.
 
     Attributes:
-        last: constants of the newest gradient that was handed over; None before the first.
+        last: constants of the newest gradient; None before the first.
         estimator: built from the newest per-block array; None before the first result.
         sample: taken before the newest hand-over; None if that is not probed or has been measured.
         errors: the result of the newest probe; None once it is judged.
@@ -51,7 +51,7 @@ class PredictionState:
     errors: PredictionErrors | None = None
 
 
-class PredictiveRule(UpdateRule[PredictivePlan]):
+class PredictiveRule(UpdateRule):
     """Computes weights as y minus an estimate of what is in flight (see
     `optimizers.adam_estimator`).
 
@@ -99,38 +99,30 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             state.errors = None
 
     def step_partition(
-        self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor
+        self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, step: Any
     ) -> None:
         state = self.states[partition.index]
-        weights = partition.weights()
-        transfers = self._link.transfers
         if plan.probes:
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
             seed = self.schedule.state.steps
             state.sample = Sample.take(
-                partition, grad, self._kind, self.block_size, state.last, blocks, seed
+                partition, grad, self._kind, self.block_size, state.last, step, blocks, seed
             )
+        if plan.predicts:
+            self._read_results()  # of all partitions, which go with their `last` so far
+        state.last = step
         if not plan.predicts:
             return
-        self._read_results()
-        step = partition.collected[-1]
         assert state.estimator is not None, "the schedule begins with a synchronous step"
-        for chunk, published in transfers.published(partition.index):
-            for span, target in transfers.computed(weights, chunk, reads=False):
-                part, estimator = slice(*span), state.estimator.of(*span)
-                y = published[span.begin - chunk.begin : span.end - chunk.begin]
-                with self._metrics.timing_estimate():
-                    self._kind.predict(estimator, target, y, grad[part], step)
-            self._metrics.bytes_up += published.nbytes
+        for span, y, weights in self._link.stream.parts(partition.index):
+            estimator = state.estimator.of(*span)
+            with self._metrics.timing_estimate():
+                self._kind.predict(estimator, weights, y, grad[slice(*span)], step)
+            self._metrics.bytes_up += y.nbytes
 
     def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
-        state = self.states[partition.index]
-        (step,) = partition.collected
-        partition.collected.clear()
-        state.last = step
-        if state.sample is not None:
-            state.sample.step = step
+        step = self.states[partition.index].last
         publish = self._kind.ahead(step) if plan.predicts else self._kind.exact(step)
         return WorkerTask(partition.index, self.schedule.coming, publish, step)
 
@@ -147,16 +139,16 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             assert state.last is not None, "publishing again needs a first step"
             publish = self._kind.ahead(state.last)
             passes.append(WorkerTask(index, self.schedule.handed_over, publish))
-        self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
+        self._link.depart(passes, gradients=0)
 
     def _read_results(self) -> None:
         """Build the estimators from the newest per-block arrays, once per result."""
-        if self._link.phase is not UpdatePhase.ARRIVED:
+        if not self._link.is_unread:
             return
-        self._link.phase = UpdatePhase.READ
+        self._link.is_unread = False
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.last is not None, "a result has arrived, so gradients were handed over"
-            means = self._link.transfers.block_means(partition.index)
+            means = self._link.stream.block_means(partition.index)
             # no view of the copy: `offload` could not free what that keeps
             means = means.view(-1).to(partition.device, copy=True, non_blocking=True)
             state.estimator = self._kind.estimate(state.last, means, self.block_size)
@@ -237,9 +229,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             self._publish_again()
 
     def restart(
-        self,
-        counts: Sequence[int] | None,
-        partitions: Sequence[Partition] | None = None,
+        self, counts: Sequence[int] | None, partitions: Sequence[Partition] | None = None
     ) -> None:
         super().restart(counts, partitions)
         for state in self.states:
@@ -254,9 +244,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             }
             for state in self.states
         ]
-
-    def changed_setting(self, position: int) -> str | None:
-        return "zenflow.update_interval (above 1 in the checkpoint)" if position else None
 
     def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):

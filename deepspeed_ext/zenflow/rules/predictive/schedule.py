@@ -67,7 +67,7 @@ class PredictiveState(State):
     """Whether steps follow the exact rule, so none overlaps."""
 
 
-class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
+class PredictiveSchedule(Schedule):
     """Advances through the steps.
 
     Args:
@@ -86,22 +86,17 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         source: Source = Source.COPY,
         wait: Wait = Wait.STEP,
     ) -> None:
-        super().__init__(PredictiveState(is_exact=not overlap))
+        self.state = PredictiveState(is_exact=not overlap)
+        self.ring = slots_at(source) if overlap else 1
         self._wait = wait
-        self._source = source
-        self._overlap = overlap
         self._warm_up_steps = warm_up_steps
-        self._guarded = guarded and self._overlap
+        self._guarded = guarded and overlap
 
     @property
     def warm_up_steps(self) -> int:
         """Synchronous steps at the start; at least one, because the estimate needs second
         moments."""
         return _WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
-
-    @property
-    def ring(self) -> int:
-        return slots_at(self._source) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard
@@ -131,8 +126,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def is_settled(self) -> bool:
-        """As for all schedules, and no probe waits for its verdict."""
-        return super().is_settled and not self.wants_verdict
+        """Whether no probe waits for its verdict."""
+        return not self.wants_verdict
 
     def judge(self, excess: float) -> bool:
         """Give the guard the probe's result, and return whether this changes the coming steps.
@@ -144,14 +139,14 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         self.state = replace(self.state, guard=before.judged(excess))
         return self.state.guard.synchronous is not before.synchronous
 
-    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
         again. A rule that is known here stays."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
         guard = GuardState() if is_released else guard
         kept = {"guard": guard, "is_exact": self.state.is_exact}
-        super().load_state_dict({**state, **kept}, position)
+        super().load_state_dict({**state, **kept})
 
     def restart(self) -> None:
         is_exact = self.state.is_exact

@@ -78,7 +78,7 @@ class SelectionState:
     scores: torch.Tensor | None = None
 
 
-class SelectiveRule(UpdateRule[SelectivePlan]):
+class SelectiveRule(UpdateRule):
     """Steps hot blocks on the accelerator, and cold blocks once per interval on the host.
 
     Attributes:
@@ -109,17 +109,16 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     @torch.no_grad()
     def to_hand_over(
-        self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor
+        self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, step: AdamStep
     ) -> torch.Tensor | None:
         """Step the hot blocks, and add the gradient to the interval's mean."""
         state, before = self.states[partition.index], self.states[partition.index].last
-        state.last = step = partition.collected[-1]
+        state.last = step
         if state.hot is not None:
             self._step_hot(state.hot, grad, step, partition.weights().dtype)
         if plan.selects:
             rows = rows_of(grad, self.block_size)
             state.scores = torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float32)
-        partition.collected.clear()
         if plan.handed_over and not plan.collected:
             return grad
         if state.mean is None:
@@ -144,9 +143,13 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         if there is not hot.state:
             hot.state.copy_(there)
 
-    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor) -> None:
+    def step_partition(
+        self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, step: AdamStep
+    ) -> None:
         if plan.waits_first:
-            self._take_published(partition)
+            for _, y, weights in self._link.stream.parts(partition.index):
+                weights.copy_(y, non_blocking=True)
+                self._metrics.bytes_up += y.nbytes
 
     def task(self, plan: SelectivePlan, partition: Partition) -> WorkerTask:
         state = self.states[partition.index]
@@ -231,7 +234,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 WorkerTask(i, self.schedule.handed_over, self._kind.exact(step))
                 for i, step in enumerate(unused)
             ]
-            self._link.depart(tasks, gradients=0, publishes=True)
+            self._link.depart(tasks, gradients=0)
 
     @torch.no_grad()
     def restart(
@@ -264,9 +267,6 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             }
             for state in self.states
         ]
-
-    def changed_setting(self, position: int) -> str | None:
-        return None
 
     @torch.no_grad()
     def restore(self, partitions: Sequence[SelectivePartitionValues]) -> None:

@@ -41,7 +41,7 @@ class SelectivePlan(StepPlan):
 
 @dataclass(frozen=True)
 class SelectiveState(State):
-    """The position in the schedule. To the common code, only a mean gradient is one."""
+    """The position in the schedule."""
 
     collected: int = 0
     """Gradients of the interval so far."""
@@ -51,7 +51,7 @@ class SelectiveState(State):
     """Optimizer steps since the hot blocks were chosen."""
 
 
-class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
+class SelectiveSchedule(Schedule):
     """Advances through the steps. Settings may change between them.
 
     Args:
@@ -60,18 +60,14 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     """
 
     def __init__(self, settings: SelectiveSettings, source: Source = Source.COPY) -> None:
-        super().__init__(SelectiveState())
+        self.state = SelectiveState()
+        self.ring = settings.slots(source)
         self._settings = settings
-        self._source = source
 
     @property
     def warm_up_steps(self) -> int:
         assert self._settings.warm_up_steps is not None
         return self._settings.warm_up_steps
-
-    @property
-    def ring(self) -> int:
-        return self._settings.slots(self._source)
 
     def plan(self) -> SelectivePlan:
         state, settings = self.state, self._settings

@@ -17,7 +17,6 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -45,12 +44,11 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     with patch.object(chunks, "CHUNK_NUMEL", 512):
         engine = make_engine(config, groups=two_groups)
     adam = engine.optimizer.host_optimizer
-    plan, arena, transfers = adam.decided, adam.link.arena, adam.link.transfers
+    plan, arena, transfers = adam.decided, adam.link.arena, adam.link.stream
     said: list[tuple[str, Any, Any]] = [
         ("arena", plan.layout, arena.layout),
         ("slots", plan.rule.slots(plan.source), adam.rule.schedule.ring),
-        ("handed over", plan.places.handed_over, transfers.handed_over),
-        ("beside", plan.copies is Copies.BESIDE_STEP, isinstance(transfers, HiddenTransfers)),
+        ("beside", plan.copies is Copies.BESIDE_STEP, bool(transfers._buffers)),
         ("lifts", plan.copies is not Copies.NONE, transfers._lifts),
     ]
     for decided, partition in zip(plan.partitions, adam.state.partitions, strict=True):
@@ -59,15 +57,13 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         said.append(("places", plan.places, partition.places))
         where = Place.HOST if partition.device.type == "cpu" else Place.ACCELERATOR
         said.append(("gradient", plan.places.gradient, where))
-    if isinstance(transfers, HiddenTransfers):
+    if transfers._buffers:
         assert plan.chunks is not None
-        results = [buffer.results for buffer in transfers._buffers]
-        tensors = [each for one in results for each in (one.published, one.block_means)]
+        tensors = [each for one in transfers._buffers for each in (one.published, one.means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
         equal_items = plan.dtypes.y_replaces_gradient
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
-        said.append(("chunk", plan.chunks.numel, transfers.chunk_numel))
-        said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
+        said.append(("slots", plan.chunks.slots, len(transfers._slots)))
     parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
     said.append(("share", plan.head_bytes, share))

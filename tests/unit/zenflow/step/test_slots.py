@@ -83,10 +83,10 @@ def happens(event: str, rule: Any, ring: Ring) -> Ring:
     new masters."""
     ring.arrive()
     if event == "load":
-        position, schedule = len(ring.collected), rule.schedule
+        state = rule.schedule.state_dict()
         rule.schedule = rule.fresh()
-        rule.schedule.load_state_dict(schedule.state_dict(), position)
-        ring = Ring(list(rule.schedule.latest(position)))
+        rule.schedule.load_state_dict(state)
+        ring = Ring()
         if rule.resumes():
             ring.publish_again(rule.schedule.handed_over)
     if event == "restart":

@@ -15,7 +15,8 @@ from deepspeed_ext.adapter import zenflow_parts
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime import ranks as ranks_module
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.transfers.stream import Stream
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
@@ -33,11 +34,25 @@ def order_of_a_step(config: dict[str, Any]) -> list[str]:
     """When copies start in the last of some steps, and when DeepSpeed gathers persistent
     parameters."""
     found: list[str] = []
-    with patch.object(HiddenTransfers, "start", noting(found, "copies", HiddenTransfers.start)):
+    with patch.object(Stream, "depart", noting(found, "copies", Stream.depart)):
         engine = make_engine(config)
         train(engine, batches(4, 0))
         if persistent := getattr(engine.optimizer, "persistent_parameters", None):
             persistent[0].all_gather = noting(found, "gather", persistent[0].all_gather)
+        found.clear()
+        train(engine, batches(1, 1))
+    engine.destroy()
+    return found
+
+
+def copies_before_the_end(config: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    with (
+        patch.object(Stream, "depart", noting(found, "copies", Stream.depart)),
+        patch.object(HostOptimizer, "end_step", noting(found, "end", HostOptimizer.end_step)),
+    ):
+        engine = make_engine(config)
+        train(engine, batches(12, 0))
         found.clear()
         train(engine, batches(1, 1))
     engine.destroy()
@@ -56,10 +71,10 @@ def test_copies_begin_after_the_gather_of_persistent_parameters_which_waits_for_
 
 
 def test_copies_still_begin_before_the_weights_are_gathered_at_stage_2() -> None:
-    (found,) = run_ranks(1, order_of_a_step, zenflow_config(2, hide_transfers=True), device="sim")
-    assert found[:2] == ["copies", "copies"], (
-        "when the weights are written, and, to no effect, at the end of the step"
+    (found,) = run_ranks(
+        1, copies_before_the_end, zenflow_config(2, hide_transfers=True), device="sim"
     )
+    assert found == ["copies", "end"]
 
 
 def order_of_a_start(config: dict[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ def trained(
     with small_chunks(whole=whole):
         engine = make_engine(config, groups=two_groups)
         adam, losses = engine.optimizer.host_optimizer, []
-        assert adam.link.transfers.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
+        assert adam.decided.places.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
         for batch in batches(7 * accumulation, dist.get_rank()):
             losses += train(engine, [batch])
             if between is not None and engine.is_gradient_accumulation_boundary():
@@ -166,6 +166,3 @@ def looked_on(config: dict[str, Any]) -> list[str]:
 def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
     config = zenflow_config(stage)
     assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
-
-
-# -- while the interval is open --------------------------------------------------------------------

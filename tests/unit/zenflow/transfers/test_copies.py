@@ -7,43 +7,35 @@ buffer is read before it has been written.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_ext
 from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
-from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
-from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
-from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
-from deepspeed_ext.zenflow.transfers import given_weights
-from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
-from deepspeed_ext.zenflow.transfers import streams as streams_module
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
+from deepspeed_ext.zenflow.transfers import stream as stream_module
 from deepspeed_ext.zenflow.transfers.courier import Courier
-from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.worker.messages import Span
+from deepspeed_ext.zenflow.transfers.stream import Stream
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import Linears, batches
 from tests.support.poison import delay, late_and_poisoned, synchronous
 from tests.support.ranks import RankError, is_simulated, run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_config
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 pytestmark = pytest.mark.sampled()
 
@@ -107,26 +99,19 @@ def test_late_and_poisoned_copies_change_nothing(
         assert_same(expected.masters, actual.masters, "masters")
 
 
-def transfers_of(kind: str, numel: int) -> Transfers:
-    """Copies of one partition inside or beside the step, without a worker."""
-    process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None)
-    results = [Results(torch.empty(numel), None)]
-    if kind == "inside" or get_accelerator().is_synchronized_device():
-        is_on_cpu = get_accelerator().is_synchronized_device()
-        copies = Copies.NONE if is_on_cpu else Copies.INSIDE_STEP
-        return Transfers(process, [results], 32, stopwatch(), copies)
-    buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
-    assert buffers is not None
-    return HiddenTransfers(
-        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch()
-    )
+ANY: Any = None
+TASK = WorkerTask(0, 0, ANY, step=1)
 
 
-def delivered(transfers: Transfers) -> None:
-    """Let everything that `transfers` has taken arrive."""
-    transfers.depart([], publishes=False)
-    if isinstance(transfers, HiddenTransfers):
-        transfers._courier.wait()
+def copying(kind: str, numel: int) -> tuple[Stream, Arena, torch.Tensor]:
+    """Copies of one partition inside or beside the step, without a worker; and the slot of its
+    gradient, page-locked."""
+    on_cpu = get_accelerator().is_synchronized_device()
+    stream, arena, _ = stream_of(plan_of([numel], "cpu" if on_cpu else kind))
+    slot = arena.tensor("g")
+    locks = PageLocks()
+    locks.lock([slot])
+    return stream, arena, slot
 
 
 def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
@@ -134,10 +119,9 @@ def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
     once."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
-    target = accelerator.pin_memory(torch.full((numel,), float("nan")))
     arrived = []
     with WAYS[way]() if way else nullcontext():
-        transfers = transfers_of(kind, numel)
+        stream, _, target = copying(kind, numel)
         for reuses in (False, True):
             produced = torch.randn(numel, device=device)
             source = torch.full_like(produced, float("nan"))
@@ -146,17 +130,18 @@ def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
             target.fill_(float("nan"))
             delay()
             source.copy_(produced)
-            transfers.take(0, source, target, transfers.ready())
+            stream.take(0, source, target, stream.ready())
             if reuses:
                 del source
                 # where the allocator has just got room
                 other = torch.full((numel,), float("nan"), device=device)
-            delivered(transfers)
+            stream.depart([TASK])
+            stream.wait()
             arrived.append(torch.equal(target, expected))
             accelerator.synchronize()
             if reuses:
                 del other
-        transfers.close()
+        stream.close()
     return arrived[0], arrived[1]
 
 
@@ -176,37 +161,35 @@ def test_a_missing_wait_is_detected() -> None:
     assert found[0][0] is False
 
 
-def two_gradients(numel: int, first_is_carried: bool) -> tuple[bool, bool]:
-    """Whether two gradients, the second right behind the first, arrive whole.
+def two_gradients(numel: int, first_is_carried: bool) -> bool:
+    """Whether the second of two gradients, right behind the first, arrives whole.
 
     The first is on its way down while the courier's thread has not run yet. Or it was carried, and
     nobody has asked for what came up.
     """
     accelerator = get_accelerator()
-    transfers, locks = transfers_of("beside", numel), PageLocks()
-    slots = [torch.zeros(numel), torch.zeros(numel)]
-    locks.lock(slots)
+    stream, _, slot = copying("beside", numel)
     gradients = [
         torch.full((numel,), value, device=accelerator.current_device_name())
         for value in (1.0, 2.0)
     ]
     with nullcontext() if first_is_carried else patch.object(Courier, "send"):
-        transfers.take(0, gradients[0], slots[0], transfers.ready())
+        stream.take(0, gradients[0], slot, stream.ready())
         delay()
-        transfers.depart([], publishes=True)
+        stream.depart([TASK])
     if first_is_carried:
-        transfers._courier.wait()  # type: ignore[attr-defined]
-    transfers.take(0, gradients[1], slots[1], transfers.ready())
-    delivered(transfers)
+        stream.wait()
+    stream.take(0, gradients[1], slot, stream.ready())
+    stream.depart([TASK])
+    stream.wait()
     accelerator.synchronize()
-    transfers.close()
-    locks.unlock()
-    return bool((slots[0] == 1).all()), bool((slots[1] == 2).all())
+    stream.close()
+    return bool((slot == 2).all())
 
 
 @pytest.mark.parametrize("first_is_carried", [False, True])
 def test_a_room_is_taken_when_it_is_empty(first_is_carried: bool) -> None:
-    assert run_ranks(1, two_gradients, 1 << 14, first_is_carried, device="sim") == [(True, True)]
+    assert run_ranks(1, two_gradients, 1 << 14, first_is_carried, device="sim") == [True]
 
 
 def heavy(millions: float, zenflow: dict[str, Any], steps: int, way: str | None) -> dict[str, Any]:
@@ -283,7 +266,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
     found = []
     with ExitStack() as stack:
         for owner, method, name in (
-            (Transfers, "write", "write"),
+            (Stream, "_receive", "write"),
             (Estimator, "predict", "write"),
             (SelectiveRule, "write_weights", "write"),
             (SubGroupPartitions, "order_gathers", "wait"),
@@ -358,64 +341,21 @@ def test_weights_are_there_for_the_gathers_at_the_end_of_a_step(
     )
 
 
-class RecordedAccelerator:
-    """Streams and events that note the order of what is asked of them."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self.copies = 0
-
-    def is_synchronized_device(self) -> bool:
-        return False
-
-    def Stream(self) -> MagicMock:  # noqa: N802 (DeepSpeed's name)
-        return MagicMock()
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext()
-
-    def Event(self, blocking: bool) -> MagicMock:  # noqa: N802
-        self.copies += 1
-        number = self.copies
-        event = MagicMock()
-        event.record.side_effect = lambda stream: self.order.append(f"copy {number}")
-        event.synchronize.side_effect = lambda: self.order.append(
-            f"waited for {number}, {blocking=}"
-        )
-        return event
-
-
-def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
-    """Beside the gradient on its way there is at most the next one."""
-    accelerator = RecordedAccelerator()
-    with (
-        patch.object(transfers_module, "get_accelerator", lambda: accelerator),
-        patch.object(streams_module, "get_accelerator", lambda: accelerator),
-    ):
-        transfers = Transfers(MagicMock(), [], 32, MagicMock(), Copies.INSIDE_STEP)
-        for _ in range(3):
-            transfers.take(0, MagicMock(), MagicMock(), MagicMock())
-    waits = [f"waited for {number}, blocking=True" for number in (1, 2)]
-    assert accelerator.order == ["copy 1", "copy 2", waits[0], "copy 3", waits[1]]
-
-
 def most_kept(kind: str, count: int, numel: int) -> float:
     """Hand over flat gradients that are not kept, while no copy arrives unasked; the most that
     exist, in gradients."""
     accelerator = get_accelerator()
-    transfers, locks, slot = transfers_of(kind, numel), PageLocks(), torch.zeros(numel)
-    locks.lock([slot])
+    stream, _, slot = copying(kind, numel)
     accelerator.synchronize()
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats()
     before = accelerator.memory_reserved()
     for _ in range(count):
         gradient = torch.ones(numel, device=accelerator.current_device_name())
-        transfers.take(0, gradient, slot, transfers.ready())
+        stream.take(0, gradient, slot, stream.ready())
         del gradient
     most = accelerator.max_memory_reserved() - before
-    transfers.close()
-    locks.unlock()
+    stream.close()
     return most / slot.nbytes
 
 
@@ -426,72 +366,54 @@ def test_a_step_keeps_few_flat_gradients_however_late_their_copies_are(
     assert run_ranks(1, most_kept, kind, 8, 1 << 14, device="sim")[0] <= most
 
 
-def unlocked(kind: str, numel: int) -> bool:
-    """Whether a gradient has arrived when its target is no longer page-locked, and may be
-    unmapped."""
-    transfers, locks, target = transfers_of(kind, numel), PageLocks(), torch.zeros(numel)
-    locks.lock([target])
+def closed(kind: str, numel: int) -> bool:
+    """Whether a gradient has arrived when all is closed, and its slot may be unmapped."""
+    stream, _, slot = copying(kind, numel)
     gradient = torch.ones(numel, device=get_accelerator().current_device_name())
-    transfers.take(0, gradient, target, transfers.ready())
+    stream.take(0, gradient, slot, stream.ready())
     if kind == "beside":
-        transfers.depart([], publishes=False)
-    transfers.close()
-    locks.unlock()
-    return bool((target == 1).all())
+        stream.depart([TASK])
+    stream.close()
+    return bool((slot == 1).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_unlocked_once_its_copies_have_arrived(kind: str) -> None:
-    assert run_ranks(1, unlocked, kind, 1000, device="sim") == [True]
+    assert run_ranks(1, closed, kind, 1000, device="sim") == [True]
 
 
-class LargestConversion(TorchDispatchMode):
-    """Remembers the most elements that one copy has converted."""
+def y_then_gradient(numel: int, first: str) -> tuple[list[int], bool, bool]:
+    """The parts in which y is read, and whether late readers, of y or of the weights that come from
+    its slot, read it before the next gradient takes its place."""
+    with (
+        patch.object(stream_module, "ACCELERATOR_CHUNK_NUMEL", 32),
+        patch.object(stream_module, "chunk_numel", lambda *_: 64),
+    ):
+        stream, arena, (weights,) = stream_of(plan_of([numel], "inside"))
+        slot = arena.tensor("g")
+        PageLocks().lock([slot])
+        arena.tensor("y").fill_(3.0)
+        gradient = torch.ones(numel, device=get_accelerator().current_device_name())
+        ready, sizes = stream.ready(), list[int]()
+        if first == "y is read":
+            for span, y, target in stream.parts(0):
+                delay()
+                target.copy_(y, non_blocking=True)
+                sizes.append(span.numel)
+        else:
+            stream.expect([0])
+            stream.depart([WorkerTask(0, 0, ANY)])
+            stream.complete(None)
+        stream.take(0, gradient, slot, ready)
+        stream.depart([TASK])
+        stream.wait()
+        get_accelerator().synchronize()
+        stream.close()
+    return sizes, bool((weights == 3).all()), bool((slot == 1).all())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
-            self.numel = max(self.numel, args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("numel", [0, 1, 16, 17, 100])
-def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
-    """A copy that converts has a temporary of the whole on the accelerator."""
-    published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
-    whole = [(Span(0, numel), published)] if numel else []
-    transfers: Any = SimpleNamespace(
-        published=lambda index, chunk, within: whole, weights=[lambda: weights]
-    )
-    with patch.object(given_weights, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
-        nbytes = Transfers.write(transfers, 0)
-    assert torch.equal(weights, published.bfloat16())
-    assert largest.numel == min(numel, 16)
-    assert nbytes == 4 * numel
-
-
-def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("first", ["y is read", "weights come up"])
+def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(first: str) -> None:
     """Both lie in one slot, and y may be read after the gradient was ready."""
-    accelerator, events = MagicMock(), itertools.count()
-    accelerator.is_synchronized_device.return_value = False
-    accelerator.current_stream().record_event.side_effect = lambda: next(events)
-    monkeypatch.setattr(transfers_module, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(transfers_module, "ACCELERATOR_CHUNK_NUMEL", 32)
-    monkeypatch.setattr(streams_module, "new_stream", MagicMock)
-    monkeypatch.setattr(streams_module, "blocking_event", MagicMock)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    y, grad, process = torch.zeros(80), torch.ones(80), MagicMock()
-    transfers = Transfers(process, [[Results(y, None)]], 32, MagicMock(), Copies.INSIDE_STEP)
-    ready = transfers.ready()
-    read = [part.clone() for _, part in transfers.published(0)]
-    transfers.take(0, grad, y, ready)
-    assert [call.args for call in transfers._down.wait_event.call_args_list] == [
-        (event,) for event in range(1 + len(read))
-    ]
-    assert [part.numel() for part in read] == [32, 32, 16]
-    assert torch.equal(y, grad)
+    sizes = [32, 32, 16] if first == "y is read" else []
+    assert run_ranks(1, y_then_gradient, 80, first, device="sim") == [(sizes, True, True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,18 +14,15 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import stopwatch
-from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
-from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
-from deepspeed_ext.zenflow.transfers.inside_step import Results
+from deepspeed_ext.zenflow.transfers import stream as stream_module
+from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import Linears, batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 pytestmark = pytest.mark.sampled()
 
@@ -46,7 +42,7 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
     if how == "exit":
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]
     else:
-        with patch.object(transfers_module, "_CLOSE_SECONDS", 0.5):
+        with patch.object(stream_module, "_CLOSE_SECONDS", 0.5):
             engine.optimizer.host_optimizer.close()
     return {
         "seconds": time.monotonic() - begin,
@@ -77,19 +73,15 @@ def closed_with_results_on_their_way(numel: int) -> None:
     """Free a room whose results are still on their way up, and use its memory again."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
-    process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None, submit=lambda tasks: 0)
-    # locked, but not by `PageLocks`
-    results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]
-    buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
-    assert buffers is not None
-    transfers = HiddenTransfers(
-        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch()
-    )
-    transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
-    transfers.depart([], publishes=True)
-    transfers._courier.wait()
-    assert transfers.close()
-    del transfers, buffers
+    stream, arena, _ = stream_of(plan_of([numel], "beside"))
+    locks = PageLocks()
+    locks.lock([arena.tensor("g")])
+    stream.take(0, torch.ones(numel, device=device), arena.tensor("g"), stream.ready())
+    stream.depart([WorkerTask(0, 0, None, 1)])
+    stream.wait()
+    assert stream.close()
+    locks.unlock()
+    del stream
     other = torch.full((numel,), 2.0, device=device)
     assert bool((other.cpu() == 2.0).all())
 

@@ -46,20 +46,20 @@ class Recorded:
     def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
         self.note(f"await {number}")
 
-    def parcels(self, count: int, task: bool = True, up: bool = True) -> list[Parcel]:
+    def parcels(self, count: int, *, up: bool = True) -> list[Parcel]:
         return [
             Parcel(
                 partial(self.send, index),
-                index if task else None,  # type: ignore[arg-type]
+                index,  # type: ignore[arg-type]
                 self.bring_up(index) if up else None,
             )
             for index in range(1, count + 1)
         ]
 
-    def send(self, index: int) -> Arrival:
+    def send(self, index: int) -> tuple[Any, ...]:
         if self.notes_sends:
             self.note(f"send {index}")
-        return Arrival(self, index)
+        return None, Arrival(self, index)
 
     def bring_up(self, index: int) -> Callable[[], None]:
         return lambda: self.note(f"bring up {index}")
@@ -97,20 +97,10 @@ def test_the_worker_has_the_next_parcel_before_this_one_is_awaited() -> None:
     ]
 
 
-def test_what_stays_on_the_host_is_not_awaited() -> None:
+def test_what_stays_on_the_host_is_awaited_too() -> None:
     recorded = Recorded()
-    assert carried(recorded, recorded.parcels(2, up=False)) == [
-        "arrive 1",
-        "tell 1",
-        "arrive 2",
-        "tell 2",
-    ]
-
-
-def test_results_of_an_earlier_update_are_awaited() -> None:
-    recorded = Recorded()
-    asked = carried(recorded, recorded.parcels(1, up=False), recorded.parcels(1, task=False))
-    assert asked == ["arrive 1", "tell 1", "arrive 1", "await 1", "bring up 1"]
+    asked = carried(recorded, recorded.parcels(1, up=False))
+    assert asked == ["arrive 1", "tell 1", "await 1"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -203,7 +193,7 @@ def test_a_capture_that_forbids_the_copies_is_explained() -> None:
             "operation not permitted when stream is capturing\nSearch for the name of this error"
         )
 
-    parcels[0].down = SimpleNamespace(synchronize=forbid)
+    parcels[0].down = [SimpleNamespace(synchronize=forbid)]
     courier.send(parcels, recorded)  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match=r'is capturing\).*capture_error_mode="thread_local"'):
         courier.wait()

@@ -4,25 +4,23 @@ model of time."""
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, Chunks, chunk_numel
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
+from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
-from deepspeed_ext.zenflow.transfers.inside_step import Results
+from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.simulated.overlap import WIDTH, Layers
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 GATHER_US = 1000.0
 
@@ -96,20 +94,7 @@ def launches(numels: list[int]) -> tuple[int, int]:
 
     from tests.support.simulated_accelerator import simulation
 
-    process: Any = SimpleNamespace(
-        newest=0, wait_for=lambda number: None, wait=lambda within: SimpleNamespace(seconds=0)
-    )
-    accelerator, parcels = get_accelerator(), list[Parcel]()
-    pinned = [accelerator.pin_memory(torch.zeros(numel, dtype=torch.bfloat16)) for numel in numels]
-    results = [
-        Results(each, accelerator.pin_memory(torch.zeros(-(-each.numel() // 32))))
-        for each in pinned
-    ]
-    slots = [accelerator.pin_memory(torch.zeros_like(each)) for each in pinned]
-    gradients = [
-        torch.zeros_like(each, device=accelerator.current_device_name()) for each in pinned
-    ]
-    send = Courier.send
+    parcels, send, device = list[Parcel](), Courier.send, get_accelerator().current_device_name()
 
     def noted(courier: Courier, sent: list[Parcel], *more: Any) -> None:
         parcels.extend(sent)
@@ -119,25 +104,27 @@ def launches(numels: list[int]) -> tuple[int, int]:
         patch.object(chunks, "CHUNK_NUMEL", chunks.CHUNK_NUMEL // SCALE),
         patch.object(Courier, "send", noted),
     ):
-        buffers = allocated_on_all_ranks(results, torch.bfloat16, RankGroup.alone())
-        assert buffers is not None
-        sizes = Chunks(32, chunk_numel(sum(numels), 32))
-        transfers = HiddenTransfers(
-            process, [[each] for each in results], buffers, sizes, 60.0, stopwatch()
-        )
+        dtypes = "bfloat16", "bfloat16"
+        plan = plan_of(numels, "beside", dtypes=dtypes, overlapped=True)
+        stream, arena, _ = stream_of(plan)
+        slots = [arena.tensor("g", index) for index in range(len(numels))]
+        gradients = [torch.zeros_like(slot, device=device) for slot in slots]
+        locks = PageLocks()
+        locks.lock([arena.tensor(*spec.key) for spec in plan.arena if spec.exchanged])
+        tasks = [WorkerTask(index, 0, None, 1) for index in range(len(numels))]
         free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
             for index, gradient in enumerate(gradients):
-                transfers.take(index, gradient, slots[index], transfers.ready())
-            transfers.start()
-            transfers.depart([], publishes=True)
+                stream.take(index, gradient, slots[index], stream.ready())
+            stream.depart(tasks)
             count = round(simulation.library.now_us())
-            transfers.wait()
+            stream.wait()
             before = round(simulation.library.now_us())
             for index in range(len(numels)):
-                list(transfers.published(index))
+                list(stream.parts(index))
             count += round(simulation.library.now_us()) - before
-        transfers.close()
+        stream.close()
+        locks.unlock()
     return count, len(parcels)
 
 

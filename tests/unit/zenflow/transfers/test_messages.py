@@ -6,12 +6,10 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-import torch
 
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 CHUNK = 8
 
@@ -47,11 +45,11 @@ def test_a_message_holds_the_tasks_of_one_chunk_of_elements(
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_NUMEL", CHUNK)
     process: Any = Process()
-    results = [[Results(torch.zeros(numel), None)] for numel in numels]
-    transfers = Transfers(process, results, 2, ANY, Copies.NONE)
-    transfers.depart([WorkerTask(i, 0, ANY) for i in range(len(numels))], publishes=True)
+    stream, *_ = stream_of(plan_of(numels, "cpu", block_size=2), process)
+    stream.expect(range(len(numels)))
+    stream.depart([WorkerTask(i, 0, ANY) for i in range(len(numels))])
     assert process.sent == expected
     for number, message in enumerate(process.sent, 1):  # each chunk waits for its own message
-        for index, span in message:
-            list(transfers.published(index, span))
+        for part in message:
+            stream.complete(None, [part])
             assert process.awaited.pop() == number

@@ -129,7 +129,7 @@ def test_whatever_the_probes_find_weights_are_predicted_from_what_was_published_
         for number in range(steps):
             if number == cut:
                 again = PredictiveSchedule(True, warm_up, guarded=True)
-                again.load_state_dict(schedule.state_dict(), 0)
+                again.load_state_dict(schedule.state_dict())
                 schedule = again
             if schedule.wants_verdict:
                 schedule.judge(next(found))
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_synchronous_steps_goes_on_without_a_guard() -> None:
         guarded.advance(guarded.plan())
     assert guarded.state.guard.synchronous
     schedule = PredictiveSchedule(True, 2)
-    schedule.load_state_dict(guarded.state_dict(), 0)
+    schedule.load_state_dict(guarded.state_dict())
     sources = []
     for _ in range(2):
         plan = schedule.plan()

@@ -26,7 +26,7 @@ def sample_of(
     partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
     return Sample.take(
-        partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed
+        partition, torch.arange(numel).bfloat16(), none, BLOCK, none, none, most_blocks, seed
     ), state[0]
 
 
@@ -69,7 +69,7 @@ def test_moments_that_are_codes_are_decoded(numel: int) -> None:
     partition: Any = SimpleNamespace(master=numbers.float(), moments=codes, scales=scales, index=0)
     partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
-    sample = Sample.take(partition, numbers.bfloat16(), none, BLOCK, none, 8, 1)
+    sample = Sample.take(partition, numbers.bfloat16(), none, BLOCK, none, none, 8, 1)
     for moment, of_moment, found in zip(codes, scales, sample.state[1:], strict=True):
         whole = torch.empty(numel)
         decode(moment, of_moment, BLOCK, whole)
@@ -120,8 +120,7 @@ def test_a_sample_of_lion_predicts_by_the_formula_of_its_estimate() -> None:
     partition.weights = lambda: torch.empty(0)
     step = LionStep(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.5, step=2, grad_scale=1.0)
     kind = LionKind(torch.optim.SGD([torch.zeros(1)]))
-    sample = Sample.take(partition, grad, kind, BLOCK, step, 8, 1)
-    sample.step = step
+    sample = Sample.take(partition, grad, kind, BLOCK, step, step, 8, 1)
     means = m.view(-1, BLOCK).abs().mean(1).repeat_interleave(BLOCK)
     direction = 0.9 * means.copysign(m) + (1.0 - 0.9) * grad
     torch.testing.assert_close(sample.predicted(), 0.75 * p - 0.5 * direction.sign())

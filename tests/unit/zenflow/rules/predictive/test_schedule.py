@@ -49,7 +49,7 @@ def test_a_restored_schedule_continues(cut: int, rest: int) -> None:
     straight = PredictiveSchedule(overlap=True, warm_up_steps=None)
     walk(straight, cut)
     restored = PredictiveSchedule(overlap=True, warm_up_steps=None)
-    restored.load_state_dict(straight.state_dict(), 0)
+    restored.load_state_dict(straight.state_dict())
     assert walk(restored, rest) == walk(straight, rest)
 
 
@@ -80,7 +80,7 @@ def test_no_step_overlaps_unless_the_worker_has_published_ahead(
             saved = schedule.state_dict()
             overlaps, warm_up, guarded = value
             schedule = PredictiveSchedule(overlaps, warm_up, guarded)
-            schedule.load_state_dict(saved, 0)
+            schedule.load_state_dict(saved)
         else:
             for _ in range(value[0]):
                 if schedule.wants_verdict:

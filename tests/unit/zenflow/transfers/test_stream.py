@@ -3,19 +3,15 @@ worker visits them, and which weights are lost."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.step import stream
-from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
+from deepspeed_ext.zenflow.transfers import stream
 from deepspeed_ext.zenflow.transfers.courier import Parcel
-from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 SIZE, NUMELS = 4, (8, 6)
 """Elements of a chunk, and of each partition."""
@@ -26,16 +22,18 @@ CHUNKS = [(0, Span(0, 4)), (0, Span(4, 8)), (1, Span(0, 4)), (1, Span(4, 6))]
 class Courier:
     """Keeps what is sent; `wait_for` delivers everything up to the parcel that is waited for."""
 
+    is_idle = True
+
     def __init__(self, *_: Any) -> None:
-        self.sent: list[list[Parcel]] = []
+        self.sent: list[Parcel] = []
         self.waited: list[Any] = []
 
     def send(self, parcels: list[Parcel], process: Any, at_once: int | None = None) -> None:
-        self.sent.append(list(parcels))
+        self.sent = list(parcels)
 
     def wait_for(self, latch: Any, within: Any) -> None:
         self.waited.append(latch)
-        for parcel in self.sent[0]:
+        for parcel in self.sent:
             if not parcel.here.is_open and parcel.bring_up is not None:
                 parcel.send()
                 parcel.bring_up()
@@ -45,27 +43,24 @@ class Courier:
 
 
 class Run:
-    """Two partitions, whose steps are handed over."""
+    """Two partitions, whose steps are handed over; what was peeked at is the number of its slot,
+    from 1."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stream, "Courier", Courier)
         monkeypatch.setattr(chunks, "CHUNK_NUMEL", SIZE)
-        self.slots = [WeightSlot(torch.full((SIZE,), float(n + 1))) for n in range(slots)]
-        self.weights = [torch.zeros(numel) for numel in NUMELS]
-        published = [[Results(torch.full((numel,), 9.0), None)] for numel in NUMELS]
-        self.stream = Stream(ANY, published, 2, ANY, Copies.NONE, self.slots, 1.0)
-        self.stream.weights = [partial(torch.Tensor.view_as, each, each) for each in self.weights]
+        self.stream, _, self.weights = stream_of(plan_of(NUMELS, "cpu", block_size=2, peeks=True))
+        for number, slot in enumerate(self.stream._slots, 1):
+            slot.published.fill_(number)
         self.courier: Courier = self.stream._courier  # type: ignore[assignment]
 
     def step(self) -> None:
-        self.courier.sent.clear()
         self.stream.expect([0, 1])
-        tasks = [WorkerTask(index, 0, ANY) for index in (0, 1)]
-        self.stream.depart(tasks, publishes=True)
-        self.stream.follow()
+        self.stream.depart([WorkerTask(index, 0, ANY) for index in (0, 1)])
 
-    def visits(self) -> list[list[tuple[int, Span | None]]]:
-        return [[(parcel.index, parcel.span) for parcel in sent] for sent in self.courier.sent]
+    def visits(self, *, peeks: bool) -> list[tuple[int, Span | None]]:
+        tasks = [parcel.task for parcel in self.courier.sent]
+        return [(t.partition, t.span) for t in tasks if (t.peek_slot is not None) is peeks]
 
     def lost(self) -> list[list[bool]]:
         return [each.isnan().tolist() for each in self.weights]
@@ -73,38 +68,28 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(monkeypatch, slots=3)
+    return Run(monkeypatch)
 
 
 def test_the_worker_peeks_in_the_order_of_use_and_passes_in_reverse(run: Run) -> None:
     run.step()
-    assert run.visits() == [CHUNKS, CHUNKS[::-1]]
-    first, second = run.courier.sent
-    assert [parcel.task.peek_slot for parcel in first if parcel.task] == [0, 1, 2, 0]
-    assert [parcel.task.peek_slot for parcel in second if parcel.task] == [None] * 4
+    assert run.visits(peeks=True) == CHUNKS
+    assert run.visits(peeks=False) == CHUNKS[::-1]
+    assert [parcel.task.peek_slot for parcel in run.courier.sent] == [0, 1, 2, 3] + [None] * 4
     run.stream.complete(ANY, [(1, Span(4, 6))])
     run.stream.complete(ANY, [(0, Span(4, 8))])
     run.stream.complete(ANY)
     run.step()
     by_use = [CHUNKS[3], CHUNKS[1], CHUNKS[0], CHUNKS[2]]
-    assert run.visits() == [by_use, by_use[::-1]]
-
-
-def test_where_a_peek_hides_nothing_the_pass_itself_gives_the_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(monkeypatch, slots=0)
-    run.step()
-    assert run.visits() == [CHUNKS]
-    run.stream.complete(ANY)
-    assert [weights.unique().tolist() for weights in run.weights] == [[9.0], [9.0]]
+    assert run.visits(peeks=True) == by_use
+    assert run.visits(peeks=False) == by_use[::-1]
 
 
 def test_what_is_read_without_a_wait_travels_first_in_chunks_of_its_own(run: Run) -> None:
-    run.stream.put_first([(0, Span(3, 4)), (0, Span(4, 5)), (1, Span(5, 6))])
+    run.stream.chunks.put_first([(0, Span(3, 4)), (0, Span(4, 5)), (1, Span(5, 6))])
     run.step()
     first = [(0, Span(2, 6)), (1, Span(4, 6))]  # whole blocks of two
-    assert run.visits()[0] == [*first, (0, Span(0, 2)), (0, Span(6, 8)), (1, Span(0, 4))]
+    assert run.visits(peeks=True) == [*first, (0, Span(0, 2)), (0, Span(6, 8)), (1, Span(0, 4))]
     run.stream.complete(ANY, [(0, Span(3, 5))])
     assert run.weights[0].tolist() == 2 * [0.0] + 4 * [1.0] + 2 * [0.0]
     run.stream.complete(ANY, [(0, Span(0, 8))])
@@ -121,12 +106,14 @@ def test_a_use_completes_the_chunks_that_it_touches(run: Run) -> None:
     nbytes += run.stream.complete(ANY)
     assert not run.stream.are_awaited
     assert nbytes == 4 * sum(NUMELS)
-    assert run.weights[1].tolist() == 4 * [3.0] + 2 * [1.0]  # the fourth chunk has the first slot
+    assert run.weights[1].tolist() == 4 * [3.0] + 2 * [4.0]
 
 
 def test_a_slot_is_free_for_the_next_gradient_only_when_its_pass_has_ended(run: Run) -> None:
     run.step()
-    passes = {(parcel.index, parcel.span): parcel.here for parcel in run.courier.sent[1]}
+    passes = {
+        (parcel.task.partition, parcel.task.span): parcel.here for parcel in run.courier.sent[4:]
+    }
     run.courier.waited.clear()
     run.stream.free(0, Span(5, 6), ANY)
     assert run.courier.waited[-1] is passes[0, Span(4, 8)]
@@ -134,6 +121,13 @@ def test_a_slot_is_free_for_the_next_gradient_only_when_its_pass_has_ended(run: 
     run.courier.waited.clear()
     run.stream.free(0, Span(5, 6), ANY)
     assert run.courier.waited == [], "once is enough"
+
+
+def test_a_slot_of_peeked_weights_is_taken_once_its_copy_up_has_ended(run: Run) -> None:
+    run.step()
+    slot = run.stream._slots[0]
+    slot.free = "the event after its newest copy"
+    assert slot.free in tuple(run.courier.sent[0].start_down())
 
 
 def test_lost_weights_count_as_on_their_way_until_they_are_used(run: Run) -> None:

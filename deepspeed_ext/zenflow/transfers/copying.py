@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["blocking_event", "have_ended", "new_stream", "recorded", "synchronize"]
+__all__ = ["have_ended", "new_stream", "recorded"]
 
 _SHARE_ASLEEP = 0.05
 _LONGEST_SLEEP_SECONDS = 0.01
@@ -31,24 +31,15 @@ def new_stream() -> Any:
         return get_accelerator().Stream()
 
 
-def blocking_event() -> Any:
-    """An event on which a thread sleeps instead of spinning, if the accelerator has such events."""
-    try:
-        return get_accelerator().Event(blocking=True)
-    except TypeError:
-        return get_accelerator().Event()
-
-
 def recorded(stream: Any) -> Any:
-    """A blocking event after everything that was launched on `stream` so far."""
-    event = blocking_event()
+    """An event after everything that was launched on `stream` so far, on which a thread sleeps
+    instead of spinning, if the accelerator has such events."""
+    try:
+        event = get_accelerator().Event(blocking=True)
+    except TypeError:
+        event = get_accelerator().Event()
     event.record(stream)
     return event
-
-
-def synchronize(stream: Any) -> None:
-    """Wait for everything that was launched on `stream` so far."""
-    recorded(stream).synchronize()
 
 
 def have_ended(streams: Collection[Any], seconds: float) -> bool:

@@ -1,0 +1,335 @@
+"""The construction of an engine: reads the settings, builds our optimizers in place of DeepSpeed's,
+and logs which systems are on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any
+
+from deepspeed_ext.adapter import gather_hooks
+from deepspeed_ext.adapter.construction import ranks_of_model
+from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.reached_state import wrap_accelerate
+from deepspeed_ext.adapter.refusals import require_supported
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
+from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
+from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.stand_ins import WeakEngine, held_optimizers, stream_timer
+from deepspeed_ext.adapter.upstream import (
+    DeepSpeedEngine,
+    PipelineEngine,
+    Swap,
+    ThroughputTimer,
+    TorchCheckpointEngine,
+    optimizer_class,
+    stage3_optimizer_class,
+    swapped,
+    tensor_ranks,
+)
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
+from deepspeed_ext.adapter.zero_config import REPLACED, ZeroConfig
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
+from deepspeed_ext.runtime.backend import (
+    SHARED_MEMORY,
+    dist,
+    get_accelerator,
+    group_timeout_seconds,
+    has_host_memory,
+    local_rank,
+)
+from deepspeed_ext.runtime.device_queues import single_queue
+from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.runtime.proc import format_cpulist
+from deepspeed_ext.runtime.ranks import (
+    DeferredError,
+    RankGroup,
+    raise_together,
+    require_same_plan,
+    together,
+    within,
+)
+from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.zenflow.optimizers.choose import kind_of
+from deepspeed_ext.zenflow.plan.held import described
+from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
+
+__all__ = ["EngineConstruction"]
+
+MOST_RANKS = 8
+"""Maximum number of this host's ranks whose cores are listed; `deepspeed-ext plan` lists all."""
+
+
+class EngineConstruction(DeepSpeedEngine):
+    """What `Engine` overrides of the construction.
+
+    Attributes:
+        parameter_gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
+        core_binding: this rank's placement on the host's cores; None: unbound.
+    """
+
+    checkpoint_engine: Any
+    _ties_stages: bool
+    """Whether stages of a pipeline share parameters."""
+
+    def _begin(self, undo: ExitStack, mpu: Any) -> None:
+        """Begin with nothing built.
+
+        Args:
+            undo: receives what to undo if the constructor fails later.
+            mpu: as given; DeepSpeed may set another.
+        """
+        self._undo, self._given_mpu = undo, mpu
+        self._refused = DeferredError()
+        """Keeps the error of the config check until all ranks can raise it."""
+        self._replaced: list[str] = []
+        self.core_binding: CoreBinding | None = None
+        self.parameter_gather: SingleParameterGather | None = None
+        self._parts: ZenFlowParts | None = None
+        """None: there is no ZenFlow."""
+        self._files: JointCheckpointEngine | None = None
+        """None: DeepSpeed's own checkpoint engine is used."""
+
+    @cached_property
+    def _ranks(self) -> RankGroup:
+        """The ranks that the model is spread over. Valid once this rank has its device."""
+        return ranks_of_model(self._given_mpu, keeps_scratch=True)
+
+    # -- settings ----------------------------------------------------------------------------------
+
+    @property
+    def _settings(self) -> ZeroConfig | None:
+        """The ``zero_optimization`` section with our fields; None if it was parsed while the
+        extension was off."""
+        section = self._config.zero_config
+        return section if isinstance(section, ZeroConfig) else None
+
+    @property
+    def _zenflow(self) -> ZenFlowConfig | None:
+        """The ``zenflow`` section; None also if it is unused: an engine without an optimizer, such
+        as a trainer's reference model, may share the trained model's config."""
+        is_used = self._settings is not None and self.optimizer_name() is not None
+        return self._config.zero_config.zenflow if is_used else None
+
+    def zenflow_config(self) -> Any:
+        """None if the section is ours: DeepSpeed's own ZenFlow, and its change of
+        ``gradient_accumulation_steps``, stay off."""
+        return super().zenflow_config() if self._settings is None else None
+
+    def _switches(self) -> dict[str, bool]:
+        """Config field of each of our systems that calls collectives -> whether it is on."""
+        if (settings := self._settings) is None:
+            return {}
+        is_on, binds = self._zenflow is not None, settings.core_binding.enabled
+        return {
+            "zenflow": is_on,
+            "core_binding.enabled": is_on if binds is None else binds,
+            "stage3_allgather_single_param": settings.stage3_allgather_single_param,
+        }
+
+    # -- construction, in DeepSpeed's order --------------------------------------------------------
+
+    def _do_sanity_check(self) -> None:
+        """Run DeepSpeed's check, the first method to see the config, and ours.
+        `_set_distributed_vars` raises the errors of both."""
+        with self._refused.deferring_errors():
+            if self._zenflow is not None:
+                require_supported(
+                    self._settings,
+                    node_local_storage=self.use_node_local_storage(),
+                    tensor_ranks=max(self.autotp_size(), tensor_ranks(self.mpu)),
+                    ties_stages=self._ties_stages,
+                    makes_experts=self._config.expert_parallel_config.enabled,
+                )
+                self._replaced = self._config.settle()
+            super()._do_sanity_check()
+
+    def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace layers of the model for AutoEP, unless the sanity check has failed."""
+        if self._config.expert_parallel_config.enabled:
+            self._refused.raise_here()
+        return super()._configure_expert_parallel(*args, **kwargs)
+
+    def _set_distributed_vars(self, args: Any) -> None:
+        """Set this rank's device, then raise the sanity check's errors on all ranks, while model
+        and weights are unchanged.
+
+        Raises:
+            ConfigError: the ``zenflow`` section is combined with an unsupported setting.
+            PlanMismatchError: on every rank, if one of our systems is enabled on some ranks only,
+                which would hang in its collectives.
+        """
+        super()._set_distributed_vars(args)
+        switches, error = self._switches(), self._refused.take()
+        if raise_together(self._ranks, error, otherwise=None, flag=any(switches.values())):
+            stage = {"stage": int(self.zero_optimization_stage())}
+            require_same_plan("zero_optimization", stage | switches, self._ranks)
+
+    def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
+        return (ThroughputTimer if self._zenflow is None else stream_timer)(*args, **kwargs)
+
+    def _create_module_forward_pre_hook(self) -> Any:
+        return DeepSpeedEngine._create_module_forward_pre_hook(
+            self if self._zenflow is None else WeakEngine(self)
+        )
+
+    def _create_module_forward_post_hook(self) -> Any:
+        return DeepSpeedEngine._create_module_forward_post_hook(
+            self if self._zenflow is None else WeakEngine(self)
+        )
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        with swapped(*(held_optimizers() if self._zenflow is not None else ())):
+            return super()._configure_basic_optimizer(model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Refuse what ZenFlow cannot run before DeepSpeed advises to allow it."""
+        if self._zenflow is not None:
+            kind_of(basic_optimizer, self._zenflow)
+        return super()._do_optimizer_sanity_check(basic_optimizer)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        if (settings := self._settings) is not None and dist.get_rank() == 0:
+            flattens = isinstance(self.optimizer, ZeroOptimizer)
+            stage, kind = int(self.zero_optimization_stage()), type(self.optimizer).__name__
+            where = f"ZeRO stage {stage} with {kind}"
+            told = settings.idle(where, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS)
+            replaced = [f"{name} has no effect: {REPLACED[name]}" for name in self._replaced]
+            for text in [*told, *replaced]:
+                logger.warning(text)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Build one of our optimizers in place of DeepSpeed's."""
+        if (settings := self._settings) is None:
+            return super()._configure_zero_optimizer(optimizer)
+        zenflow = self._zenflow
+        if self._switches()["core_binding.enabled"]:
+            self.core_binding = CoreBinding.start(
+                settings.core_binding,
+                RankGroup.of(None),
+                local_rank=local_rank(),
+                separate=zenflow is not None,
+                pt_reserved_cores=None if zenflow is None else zenflow.pt_reserved_cores,
+                undo=self._undo,
+            )
+        with together(self._ranks, otherwise=None):
+            swaps = self._optimizer_classes(settings, zenflow)
+        with swapped(*swaps):
+            zero_optimizer = super()._configure_zero_optimizer(optimizer)
+        self._parts = zenflow_of(zero_optimizer)
+        if self._parts is not None:
+            wrap_accelerate(EngineConstruction)
+            self._parts.state.evaluation.watch(self.module)
+        if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
+            group = self.seq_data_parallel_group
+            with within(self._ranks, RankGroup.of(group, self._ranks.device)):
+                self.parameter_gather = gather_hooks.attach(self.module, settings, group)
+        return zero_optimizer
+
+    def _optimizer_classes(self, settings: ZeroConfig, zenflow: ZenFlowConfig | None) -> list[Swap]:
+        """Swaps for DeepSpeed's optimizer classes."""
+        ours: dict[str, Any] = {
+            "settings": settings,
+            "check_replicas": self.is_sanity_checks_enabled(),
+        }
+        if zenflow is None:
+            return [optimizer_class(partial(ZeroOptimizer, ranks=self._ranks, **ours))]
+        timeouts: list[float] = []
+        if dist.get_world_size() > 1:
+            groups = None, self.seq_data_parallel_group
+            timeouts = [*map(group_timeout_seconds, groups), self._ranks.timeout_seconds]
+        loader, steps = self.training_dataloader, None
+        if loader is not None:
+            steps = max(1, len(loader) // self.gradient_accumulation_steps())
+        run = ZenFlowRun.of(zenflow, timeouts, steps, settings.host_ratio)
+        binding = self.core_binding
+        placement = None if binding is None else binding.worker_placement
+        cores = None if binding is None else binding.cores
+        start = ZenFlowStart(run, self._ranks, placement, self._undo, cores)
+        return [
+            optimizer_class(partial(ZenFlowZeroOptimizer, start=start, **ours)),
+            stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),
+        ]
+
+    def _configure_checkpointing(self) -> None:
+        """Replace DeepSpeed's plain checkpoint engine by one that saves and loads on all ranks
+        together. Not on a pipeline, whose stages have different numbers of files."""
+        super()._configure_checkpointing()
+        if (zenflow := self._zenflow) is None:
+            return
+        is_plain = type(self.checkpoint_engine) is TorchCheckpointEngine
+        if is_plain and not isinstance(self, PipelineEngine):
+            leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+            state = None if self._parts is None else self._parts.host.state
+            continues = state is not None and zenflow.async_save
+            self.checkpoint_engine = self._files = JointCheckpointEngine(
+                self._config, RankGroup.of(None), leads, state, continues=continues
+            )
+        elif zenflow.async_save:
+            logger.warning(
+                "zenflow.async_save has no effect on pipelines, or with checkpoint.writer or "
+                "datastates: saves wait"
+            )
+
+    # -- the start's block in the log --------------------------------------------------------------
+
+    def _log_start(self) -> None:
+        """Log on rank 0 which of our systems this engine uses."""
+        if dist.get_rank() != 0 or (settings := self._settings) is None:
+            return
+        if lines := self._start_lines():
+            title = f"ZeRO stage {int(settings.stage)} on {counted(dist.get_world_size(), 'rank')}"
+            logger.info("\n".join([f"{title}, with", *lines]))
+        if self._parts is None:
+            return
+        told = None if get_accelerator().is_synchronized_device() else single_queue(os.environ)
+        if told:
+            warn_once(told)
+        if has_host_memory():
+            warn_once(
+                f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"
+            )
+
+    def _start_lines(self) -> list[str]:
+        """One or more lines for each system in use."""
+        systems: list[tuple[str, str]] = []
+        if (parts := self._parts) is not None:
+            rule = "" if self._zenflow is None else self._zenflow.rule
+            told = described(parts.host.decided, rule, parts.host.rule.schedule.warm_up_steps)
+            systems += [("ZenFlow", line) for line in told]
+        if isinstance(self.optimizer, ZeroOptimizer) and self.optimizer.flatten_plans:
+            systems.append(("flattening", _flattening(self.optimizer.flatten_plans)))
+        if self.parameter_gather is not None:
+            systems.append(("gather", self.parameter_gather.plan.describe()))
+        if self.core_binding is not None and self.core_binding.plan is not None:
+            systems += [("cores", line) for line in _cores(self.core_binding)]
+        before = ["", *(name for name, _ in systems)]
+        return [
+            f"  {'' if name == last else name:<12}{line}"
+            for last, (name, line) in zip(before, systems, strict=False)
+        ]
+
+
+def _flattening(plans: Sequence[FlattenPlan]) -> str:
+    size = sum(plan.facts.buffer_bytes for plan in plans) / 2**20
+    tiers = {plan.tier: plan.reason for plan in plans}
+    how = ", ".join(
+        tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items()
+    )
+    return f"{size:,.1f} MiB of parameters in {counted(len(plans), 'group')}, tier {how}"
+
+
+def _cores(binding: CoreBinding) -> Iterator[str]:
+    ranks = binding.agreement.host.ranks if binding.agreement.host is not None else ()
+    for rank in ranks[:MOST_RANKS]:
+        optimizer = f", optimizer on {format_cpulist(rank.optimizer)}" if rank.optimizer else ""
+        yield f"local rank {rank.local_rank}: PyTorch on {format_cpulist(rank.pytorch)}{optimizer}"
+    if len(ranks) > MOST_RANKS:
+        yield f"and {len(ranks) - MOST_RANKS} more ranks; `deepspeed-ext plan` lists all"

@@ -1,0 +1,91 @@
+"""`Stream` of plans that a test writes down, beside a worker that only notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.plan.arrays import Dtypes
+from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.facts import Caller
+from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST, Place, Places, Source, Wait
+from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
+from deepspeed_ext.zenflow.transfers.stream import Stream
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.messages import Span
+
+__all__ = ["IDLE", "KINDS", "plan_of", "stream_of"]
+
+ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Source.COPY)
+KINDS = {
+    "cpu": EVERYTHING_ON_HOST,
+    "inside": ON_ACCELERATOR,
+    "beside": Places(
+        Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.ACCELERATOR, Source.COPY
+    ),
+    "host computes": Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Source.BACKWARD),
+}
+"""Where arrays are, by what crosses the link."""
+
+IDLE: Any = SimpleNamespace(
+    submit=lambda tasks: 0,
+    wait_for=lambda number, within=None: None,
+    wait=lambda within: SimpleNamespace(seconds=0),
+)
+"""A worker that has done everything at once."""
+
+
+def plan_of(
+    numels: Sequence[int],
+    kind: str,
+    *,
+    block_size: int = 32,
+    dtypes: tuple[str, str] = ("float32", "float32"),
+    peeks: bool = False,
+    overlapped: bool = False,
+) -> ZenFlowPlan:
+    """The plan of partitions of so many elements.
+
+    Args:
+        kind: of `KINDS`.
+        dtypes: of weights and y, and of gradients.
+    """
+    weights, gradient = dtypes
+    chunks = Chunks(block_size, chunk_numel(sum(numels), block_size))
+    return ZenFlowPlan(
+        rule=PredictiveSettings(overlapped, 1, 0.0, block_size=block_size),
+        dtypes=Dtypes(weights, gradient, gradient, weights),
+        partitions=tuple(PartitionPlan(numel, 0) for numel in numels),
+        places=KINDS[kind],
+        host_share=1.0,
+        chunks=chunks if kind == "beside" else None,
+        shortage=None,
+        reasons=(),
+        caller=Caller(weights, gradient),
+        wait=Wait.FORWARD if peeks else Wait.STEP,
+        peeks=peeks,
+    )
+
+
+def stream_of(plan: ZenFlowPlan, process: Any = IDLE) -> tuple[Stream, Arena, list[torch.Tensor]]:
+    """The stream of a plan, its arena and zeros as its weights."""
+    arena = Arena.create(plan.layout)
+    numels = [each.on_host for each in plan.partitions]
+    lands = plan.places.published is Place.ACCELERATOR
+    buffers = [LandingBuffer(plan, numel) for numel in numels] if lands else []
+    stream = Stream(plan, arena, process, buffers, stopwatch(), 60.0)
+    device = get_accelerator().current_device_name()
+    dtype = getattr(torch, plan.dtypes.weights)
+    weights = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
+    stream.weights = [partial(torch.Tensor.view_as, each, each) for each in weights]
+    for index, numel in enumerate(numels):
+        assert not numel or stream.chunks.in_order([index])[0][1].begin == Span(0, numel).begin
+    return stream, arena, weights
