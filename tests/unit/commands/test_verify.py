@@ -203,15 +203,7 @@ def test_a_config_that_contradicts_itself_is_refused(sections: dict[str, Any], s
 
 # -- surroundings ----------------------------------------------------------------------------------
 
-CONTENTS: dict[str, bytes | None] = {
-    "no file": None,
-    "empty": b"",
-    "a list": b"[]",
-    "latin-1": '{"optimizer": "é"}'.encode("latin-1"),
-    "a section twice": b'{"train_batch_size": 8, "optimizer": {}, "optimizer": {}}',
-    "zeros": bytes(1000),
-    "nested": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-}
+CONTENTS: dict[str, bytes | None] = {"no file": None, "empty": b"", "a list": b"[]"}
 
 
 @pytest.mark.parametrize("case", [*CONTENTS, "--steps 3", "--ranks 0", "--timeout 1e3", ""])
