@@ -34,6 +34,7 @@ PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
 EXAMPLES ?= 20000
+PROGRAMS ?= 200
 SEEDS ?= 1000
 # Of `make test-torch`: the torch that it installs, and the tests that it runs beside the simulated accelerator's own: some
 # of each feature.
@@ -51,11 +52,11 @@ DEEPSPEED_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test
 HF ?= transformers accelerate
 PYTHON_TESTS := tests/manual/test_config_reference.py tests/harness/test_support.py $(addprefix tests/unit/,\
 	adapter/test_contract.py adapter/test_enable.py checkpoint/test_folder.py checkpoint/test_resume.py \
-	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/test_hf.py checkpoint/test_layout.py \
+	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/test_layout.py \
 	commands/test_doctor.py commands/test_run.py config \
 	$(addprefix cores/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
 	gather/test_failure.py gather/test_hf.py gather/test_plan.py integrations runtime \
-	zenflow/rules/predictive zenflow/rules/selective/test_schedule.py zenflow/test_accelerate.py zenflow/test_hf.py \
+	zenflow/rules/predictive zenflow/rules/selective/test_schedule.py zenflow/test_accelerate.py \
 	zenflow/test_training.py zenflow/transfers/test_courier.py zenflow/worker)
 # Of `make test`: how many pytest processes share the files.
 PROCESSES ?= 2
@@ -91,7 +92,7 @@ train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 AR
 	@MADE_BY="$(strip make train $(foreach name,MODE RANKS,$(if $(findstring command,$(origin $(name))),$(name)=$($(name)))))" \
 	python -m tools.launch $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
-test: $(VENV)/.stamp-operators  ## run the tests, about 12 minutes on two cores
+test: $(VENV)/.stamp-operators  ## run the tests, about 10 minutes on two cores
 	$(PYTEST) --simulated --some-simulated 6 $(ARGS)
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
@@ -163,8 +164,9 @@ format: $(VENV)/.stamp-dev  ## put the code into its standard form
 soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MINUTES, and compare with an undisturbed run
 	python -m tests.soak.run --minutes $(SOAK_MINUTES) $(ARGS)
 
-fuzz: $(VENV)/.stamp-operators  ## try EXAMPLES invented configs of each kind (ARGS="--hypothesis-seed 7")
+fuzz: $(VENV)/.stamp-operators  ## try EXAMPLES invented configs of each kind, and PROGRAMS of calls beside stock DeepSpeed (ARGS="--hypothesis-seed 7")
 	EXAMPLES=$(EXAMPLES) python -m pytest --timeout 0 tests/unit/config/test_invented.py $(ARGS)
+	EXAMPLES=$(PROGRAMS) python -m pytest --timeout 0 tests/harness/test_usage.py $(ARGS)
 
 bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather"; ARGS=--list lists the parts)
 	python -m tests.perf.suite --on cpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)

@@ -25,8 +25,10 @@ with suppress(ImportError):  # a machine with a GPU may not have it
     settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
     settings.load_profile("untimed")
 
-SIMULATED_GPU_TESTS_ONE_IN = 12
+SIMULATED_GPU_TESTS_ONE_IN = 24
 """`make test-sim` and `make test-full` run all of them."""
+ACCEPTANCE_ONE_IN = 3
+"""Of tests/acceptance in `make test`; run by its name it is whole."""
 _ON_SIM: set[str] = set()
 """Names of the tests that `--some-simulated` has chosen."""
 _RUN_RANKS = ("run_ranks", "run_fresh_ranks", "failed_resumes")
@@ -122,6 +124,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         }
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
+        if config.getoption("--some-simulated"):
+            for item in items:
+                if "acceptance" in item.path.parts:
+                    item.add_marker(pytest.mark.sampled(ACCEPTANCE_ONE_IN))
         if config.getoption("--simulated"):
             on_gpu = [item for item in items if item.get_closest_marker("gpu")]
             left_out |= beyond_one_in(SIMULATED_GPU_TESTS_ONE_IN, on_gpu)

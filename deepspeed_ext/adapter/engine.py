@@ -305,10 +305,7 @@ class Engine(EngineConstruction):
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save the optimizer's state; our checkpoint engine writes it before the next step, so it
-        need not be copied."""
-        parts = None if self._files is None else self._parts
-        with self._keeping_errors(), nullcontext() if parts is None else parts.state.uncopied():
+        with self._keeping_errors():
             super()._save_zero_checkpoint(*args, **kwargs)
 
     def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import (
     ROOM,
@@ -34,7 +33,6 @@ from deepspeed_ext.checkpoint.writer import (
     report,
     wait_for_reports,
 )
-from deepspeed_ext.checkpoint.zenflow_state import host_copy
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -179,7 +177,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         what = f"checkpoint {info.tag!r} was not saved"
         with _all(self._ranks, what):
             self.kept.raise_here()  # an error from creating the folder of all tags
-            folder = CheckpointFolder(info.save_dir, info.tag, SAVED_NAMES, self._save_id)
+            folder = CheckpointFolder(info.save_dir, info.tag, self._save_id)
             folder.require_savable()
         try:
             self._recover(folder)
@@ -231,7 +229,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if needed > available_host_bytes() // local_world_size():
             fill_holes(path, holes)
             holes = []
-        copies = [replace(hole, values=host_copy(hole.values)) for hole in holes]
+        copies = [replace(hole, values=hole.values.detach().to("cpu", copy=True)) for hole in holes]
         self._jobs.append(partial(self._finish_file, path, copies, numbers))
 
     def _finish_file(self, path: str, holes: list[Hole], numbers: Sequence[int]) -> None:
@@ -395,7 +393,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if tag is None:
             return None
         with together(self._ranks, CheckpointError):
-            folder = CheckpointFolder(load_dir, tag, SAVED_NAMES)
+            folder = CheckpointFolder(load_dir, tag)
         self._recover(folder)
         with together(self._ranks, CheckpointError):
             if self._leads:

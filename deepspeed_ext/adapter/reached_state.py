@@ -23,20 +23,18 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.readiness import Readiness
 from deepspeed_ext.adapter.saved_checkpoint import groups_of
 from deepspeed_ext.adapter.step import AutocastScale
-from deepspeed_ext.adapter.upstream import Swap, swapped
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
-from deepspeed_ext.checkpoint.zenflow_state import AnySavedState, read_saved_state
+from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
@@ -52,7 +50,6 @@ from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
@@ -315,7 +312,6 @@ class ReachedState:
         self._ranks = ranks
         self._scale = scale
         self._readiness = readiness
-        self._copies = True
         self.exact_weights = ExactWeights(host, partitions, partial(self.drain_together, False))
         meeting = 1 if partitions.saved_weights is not None else host.ranks.size
         self.evaluation = Evaluation(host, self.exact_weights, readiness, meeting)
@@ -344,21 +340,14 @@ class ReachedState:
     # -- saving ------------------------------------------------------------------------------------
 
     def saved(self, super_call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state dict of `super_call`, DeepSpeed's method, with p, m, v under their usual keys,
-        plus ZenFlow's state."""
-        self._host.state.drain(shows_moments=self._copies)
+        """The state dict of `super_call`, DeepSpeed's method, with the handles on p, m, v under
+        their usual keys, plus ZenFlow's state, valid until the next step or load."""
+        self._host.state.drain(shows_moments=False)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
         with self._host.state.handles.quiet():
             state = super_call()
-            if not self._copies:  # written at once; handles that a user keeps stay current
-                state = tree_map_only(ShownTensor, plain, state)
-        ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
+        ours = checkpoint.state_of(self._host, self._partitions.saved_weights)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
-
-    def uncopied(self) -> AbstractContextManager[None]:
-        """Context in which `saved` returns ZenFlow's state uncopied, valid until the next step or
-        load."""
-        return swapped(Swap(self, "_copies", False))
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -432,7 +421,7 @@ class ReachedState:
             super_call()
         self._host.state.replaced()
 
-    def _read(self, states: Any, loads_optimizer: bool) -> AnySavedState | None:
+    def _read(self, states: Any, loads_optimizer: bool) -> SavedState | None:
         """Return this rank's saved ZenFlow state; None if the checkpoint has none. What else will
         be loaded is checked, too."""
         if states is None or isinstance(states, (str, bytes)):
@@ -445,7 +434,7 @@ class ReachedState:
             self._readiness.require_groups(groups_of(state), _STATE)
         return self.require_fitting(state)
 
-    def require_fitting(self, state: Mapping[str, Any]) -> AnySavedState | None:
+    def require_fitting(self, state: Mapping[str, Any]) -> SavedState | None:
         """Return ZenFlow's state in this rank's saved optimizer state; None: there is none.
 
         Raises:
@@ -467,13 +456,12 @@ class ReachedState:
         return saved
 
 
-def _require_same_position(saved: AnySavedState | None, ranks: RankGroup) -> None:
+def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
     """Raise on every rank if the ranks' saved states are of different runs or steps, from which the
     ranks would diverge."""
     position: Any = None
     if saved is not None:
-        counts = saved.updates, saved.position, saved.schedule
-        position = (saved.rule, saved.block_size, *counts)
+        position = saved.rule, saved.block_size, saved.updates, saved.schedule
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)
     except PlanMismatchError as error:

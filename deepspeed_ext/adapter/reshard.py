@@ -1,5 +1,5 @@
-"""Reads a rank's elements from a checkpoint of another layout: `reshard` returns the state dict
-that DeepSpeed would have saved in the run's layout.
+"""Fills a rank's partitions from a checkpoint of another layout: `Resharding.state_dict` returns
+what DeepSpeed would have saved in the run's layout.
 """
 
 from __future__ import annotations
@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.saved_checkpoint import (
-    MASTER,
-    SavedCheckpoint,
-    SavedPartitions,
-)
+from deepspeed_ext.adapter.saved_checkpoint import MASTER, SavedCheckpoint, SavedPartitions
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     deepspeed,
@@ -22,19 +18,12 @@ from deepspeed_ext.adapter.upstream import (
     is_stored_quantized,
 )
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
-from deepspeed_ext.checkpoint.layout import Fragment, Layout, Placement
+from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
-__all__ = [
-    "Target",
-    "load_frozen",
-    "load_masters",
-    "require_readable",
-    "require_same_groups",
-    "reshard",
-]
+__all__ = ["Resharding", "Target", "load_frozen"]
 
 _CHUNK_NUMEL = 1 << 22
 """Elements per copy, so that the mapped files are not all in memory at the same time."""
@@ -74,36 +63,26 @@ class Target:
             parts = [master.numel() for master in self.masters]
             self.layout = Layout.of_groups(numels, group_paddings(optimizer), parts, self.ranks)
 
-    @property
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer, without parameters."""
-        return [{**group, "params": []} for group in self.optimizer.optimizer.param_groups]
+    def require_groups(self, saved: SavedPartitions) -> None:
+        """Check, before anything is written, that the optimizer has as many parameter groups as the
+        checkpoint's, and is of the same kind: unlike Lion, Adam has an epsilon.
 
-    def state(self, flat: int, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The optimizer's state tensor `name` for a flat tensor, with p's shape: the one in use, or
-        new zeros."""
-        master = self.masters[flat]
-        found = self.optimizer.optimizer.state.get(master, {}).get(name)
-        if torch.is_tensor(found) and found.numel() == master.numel() and found.dtype == dtype:
-            return found.view(-1)
-        return torch.zeros(master.numel(), dtype=dtype, device=master.device)
-
-    def state_dict(self, base: dict[str, Any], scaler: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict that DeepSpeed would have saved for these partitions.
-
-        Args:
-            base: state dict of the optimizer that it wraps.
-            scaler: state of the loss scale.
+        Raises:
+            CheckpointError: the number or the kind differs.
         """
-        if self.is_sharded:
-            return {**scaler, keys.OPTIMIZER_STATE_DICT: base, keys.FP32_FLAT_GROUPS: self.masters}
-        return {
-            **scaler,
-            keys.BASE_OPTIMIZER_STATE: base,
-            keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
-            keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(self.optimizer),
-            keys.DS_VERSION: deepspeed.__version__,
-        }
+        there, here = saved.groups, self.optimizer.optimizer.param_groups
+        if len(there) != len(here):
+            raise CheckpointError(
+                f"the checkpoint has {counted(len(there), 'parameter group')}, the optimizer "
+                f"{len(here)}: resume with the groups that were saved"
+            )
+        if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=True)):
+            saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this "
+                f"run's has {names}: resume with the optimizer that wrote it, or load only the "
+                "weights"
+            )
 
     def write_weights(self) -> None:
         """Write p to the model's weights. A collective."""
@@ -115,124 +94,150 @@ class Target:
             weights.data.copy_(master.data)
 
 
-def require_same_groups(saved: SavedPartitions, target: Target) -> None:
-    """Check, before anything is written, that the optimizer has as many parameter groups as the
-    checkpoint's, and is of the same kind: unlike Lion, Adam has an epsilon.
-
-    Raises:
-        CheckpointError: the number or the kind differs.
-    """
-    there, here = saved.groups, target.hyperparameters
-    if len(there) != len(here):
-        raise CheckpointError(
-            f"the checkpoint has {counted(len(there), 'parameter group')}, the optimizer "
-            f"{len(here)}: resume with the groups that were saved"
-        )
-    if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=True)):
-        saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this run's "
-            f"has {names}: resume with the optimizer that wrote it, or load only the weights"
-        )
-
-
-def require_readable(
-    saved: SavedCheckpoint, target: Target, moments: Sequence[str]
-) -> tuple[list[tuple[Fragment, Fragment]], dict[int, SavedPartitions]]:
-    """Check all that this rank will read, but for the values of large tensors.
+class Resharding:
+    """What this rank reads of a checkpoint of another layout. The constructor checks all of it, but
+    for the values of large tensors.
 
     Args:
         moments: names of the moments that the run takes.
 
-    Returns:
-        What this rank copies (see `Layout.copies`), and the partitions that it reads for that, by
-        the rank that saved them.
-
     Raises:
         CheckpointError: the checkpoint has other parameters, or its files do not fit together.
     """
-    target.layout.require_same_parameters(saved.layout)
-    saved.require_complete()
-    copies = target.layout.copies(saved.layout, target.rank)
-    ranks = sorted({source.rank for source, _ in copies} | {0})
-    sources = {rank: saved.partitions(rank) for rank in ranks}
-    for rank, source in sources.items():
-        source.require(moments, saved.layout.sizes(rank))
-    names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
-    if len(names) > 1:
-        raise CheckpointError(
-            f"{saved.folder}: the partitions have different optimizer states: {sorted(names)}: "
-            f"{LOAD_ANOTHER}"
-        )
-    return copies, sources
 
+    def __init__(self, saved: SavedCheckpoint, target: Target, moments: Sequence[str]) -> None:
+        self._saved, self.target = saved, target
+        target.layout.require_same_parameters(saved.layout)
+        saved.require_complete()
+        self._copies = target.layout.copies(saved.layout, target.rank)
+        ranks = sorted({source.rank for source, _ in self._copies} | {0})
+        self._sources = {rank: saved.partitions(rank) for rank in ranks}
+        for rank, source in self._sources.items():
+            source.require(moments, saved.layout.sizes(rank))
+        names = {tuple(part) for source in self._sources.values() for part in source.tensors}
+        if len(names) > 1:
+            raise CheckpointError(
+                f"{saved.folder}: the partitions have different optimizer states: {sorted(names)}: "
+                f"{LOAD_ANOTHER}"
+            )
 
-def reshard(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
-    """Fill p and the optimizer's state of this rank's partitions.
+    def state_dict(self) -> dict[str, Any]:
+        """Fill p and the optimizer's state of this rank's partitions; return the state dict that
+        DeepSpeed would have saved for them. Its tensors are the partitions themselves.
 
-    Returns:
-        The state dict that DeepSpeed would have saved for them; its tensors are the partitions
-        themselves.
-
-    Raises:
-        CheckpointError: a file is damaged, or does not fit (see `require_readable`).
-    """
-    copies, sources = require_readable(saved, target, ())
-    kinds = {name: tensor.dtype for name, tensor in sources[0].tensors[0].items() if name != MASTER}
-    filled = [
-        {
-            MASTER: master.data,
-            **{name: target.state(flat, name, dtype) for name, dtype in kinds.items()},
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        target, first = self.target, self._sources[0]
+        kinds = {name: each.dtype for name, each in first.tensors[0].items() if name != MASTER}
+        filled = [
+            {name: self._in_use(master, name, dtype) for name, dtype in kinds.items()}
+            for master in target.masters
+        ]
+        self._fill(filled)
+        base = self._base_state(filled)
+        if target.is_sharded:
+            state = {keys.OPTIMIZER_STATE_DICT: base, keys.FP32_FLAT_GROUPS: target.masters}
+            return {**first.scaler, **state}
+        return {
+            **first.scaler,
+            keys.BASE_OPTIMIZER_STATE: base,
+            keys.SINGLE_PARTITION_OF_FP32_GROUPS: target.masters,
+            keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(target.optimizer),
+            keys.DS_VERSION: deepspeed.__version__,
         }
-        for flat, master in enumerate(target.masters)
-    ]
-    _fill(filled, copies, sources)
-    return target.state_dict(_base_state(sources, target, filled), sources[0].scaler)
 
+    def load_masters(self) -> None:
+        """Fill p of this rank's partitions; the optimizer's state is unchanged. Raises as
+        `state_dict`."""
+        self._fill([{} for _ in self.target.masters])
 
-def load_masters(saved: SavedCheckpoint, target: Target) -> None:
-    """Fill p of this rank's partitions; the optimizer's state is unchanged.
+    def _in_use(self, master: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The optimizer's state tensor `name` of a flat tensor, 1-D: the one in use, or zeros."""
+        found = self.target.optimizer.optimizer.state.get(master, {}).get(name)
+        if torch.is_tensor(found) and found.numel() == master.numel() and found.dtype == dtype:
+            return found.view(-1)
+        return torch.zeros(master.numel(), dtype=dtype, device=master.device)
 
-    Raises:
-        CheckpointError: as for `reshard`.
-    """
-    masters = [{MASTER: master.data} for master in target.masters]
-    _fill(masters, *require_readable(saved, target, ()))
+    def _fill(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Copy p to the masters, and to `moments` of each flat tensor those of the same names."""
+        for source, here in self._copies:
+            filled = {MASTER: self.target.masters[here.flat].data, **moments[here.flat]}
+            for begin in range(source.begin, source.end, _CHUNK_NUMEL):
+                end = min(source.end, begin + _CHUNK_NUMEL)
+                there = source.offset - source.begin
+                values = self._sources[source.rank].read(source.flat, there + begin, there + end)
+                place = slice(here.offset - here.begin + begin, here.offset - here.begin + end)
+                for name, tensor in filled.items():
+                    tensor[place].copy_(values[name])
 
+    def _base_state(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        """The state dict of the optimizer that DeepSpeed wraps."""
+        target, groups = self.target, []
+        here = target.optimizer.optimizer.param_groups
+        for group, saved in zip(here, self._sources[0].groups, strict=True):
+            groups.append({**group, **saved, "params": []})
+        scalars = self._scalars()
+        state, order = {}, sorted(range(len(moments)), key=lambda flat: target.groups[flat])
+        for index, flat in enumerate(order):  # torch numbers parameters by group
+            if values := {**scalars[target.groups[flat]], **moments[flat]}:
+                state[index] = values
+            groups[target.groups[flat]]["params"].append(index)
+        return {"state": state, "param_groups": groups}
 
-def _fill(
-    flats: Sequence[Mapping[str, torch.Tensor]],
-    copies: Sequence[tuple[Fragment, Fragment]],
-    sources: Mapping[int, SavedPartitions],
-) -> None:
-    """Copy to the tensors of each flat tensor those of the same names in `sources`."""
-    for source, here in copies:
-        for begin in range(source.begin, source.end, _CHUNK_NUMEL):
-            end = min(source.end, begin + _CHUNK_NUMEL)
-            there = source.offset - source.begin
-            values = sources[source.rank].read(source.flat, there + begin, there + end)
-            place = slice(here.offset - here.begin + begin, here.offset - here.begin + end)
-            for name, target in flats[here.flat].items():
-                target[place].copy_(values[name])
+    def _scalars(self) -> Mapping[int, dict[str, Any]]:
+        """For each parameter group, the optimizer's values that are not per element; usually the
+        step count.
+
+        Raises:
+            CheckpointError: partitions of one group have different ones.
+        """
+        found: dict[int, dict[str, Any]] = defaultdict(dict)
+        for source in self._sources.values():
+            for group, scalars in zip(source.group_of_flats, source.scalars, strict=True):
+                step = found[group].get("step", scalars.get("step"))
+                if step != scalars.get("step"):
+                    raise CheckpointError(
+                        f"the checkpoint's partitions have different step counts, {step} and "
+                        f"{scalars.get('step')}: {LOAD_ANOTHER}"
+                    )
+                found[group].update(scalars)
+        return found
+
+    def load_untrained(self, module: torch.nn.Module, *, strict: bool) -> None:
+        """Load buffers and frozen parameters of `module`.
+
+        Raises:
+            CheckpointError: `strict`, and the checkpoint has not the same ones; or a parameter has
+                another size there, or is quantized there or in this run.
+        """
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        weights = self._saved.model().sound["module"]
+        rest = {name: value for name, value in weights.items() if name not in parameters}
+        result = module.load_state_dict(rest, strict=False)
+        missing = [name for name in result.missing_keys if name not in parameters]
+        for name, param in module.named_parameters():
+            trained = name in self.target.layout.placements
+            if not trained and not load_frozen(self._saved, self.target, name, param):
+                missing.append(name)
+        if strict and (missing or result.unexpected_keys):
+            raise CheckpointError(
+                f"the model differs from the checkpoint's: missing in the checkpoint: {missing}, "
+                f"unknown to the model: {result.unexpected_keys}. "
+                "Resume with the model that was saved, or pass load_module_strict=False"
+            )
 
 
 def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -> bool:
-    """Fill this rank's elements of a frozen parameter.
-
-    Returns:
-        False if the checkpoint does not have it.
-
-    Raises:
-        CheckpointError: it has another size in the checkpoint, or is quantized there or in this
-            run.
-    """
+    """Fill this rank's elements of a frozen parameter; False: the checkpoint does not have
+    it."""
     if (placement := saved.frozen(name)) is None:
         return False
     numel = getattr(param, "ds_numel", param.numel())
     if placement.numel != numel:
         raise CheckpointError(
-            f"{name} has {numel} elements, in the checkpoint {placement.numel}: resume with the "
-            "model that was saved"
+            f"{name} has {numel} elements, in the checkpoint {placement.numel}: resume with "
+            "the model that was saved"
         )
     if target.is_sharded:
         part = Placement.of_one(numel, target.ranks).of_rank(target.rank)
@@ -244,7 +249,8 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
         source = saved.frozen_part(name, piece.rank)[
             piece.offset : piece.offset + piece.end - piece.begin
         ]
-        if is_stored_quantized(param) or source.is_floating_point() != param.is_floating_point():
+        floats = source.is_floating_point(), param.is_floating_point()
+        if is_stored_quantized(param) or len(set(floats)) > 1:
             raise CheckpointError(
                 f"{name} is quantized (zero_quantized_nontrainable_weights), "
                 "and the layout has changed: the checkpoint has no scales. "
@@ -254,42 +260,3 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
     if not target.is_sharded and values.data_ptr() != param.data_ptr():
         param.data.copy_(values.view(param.shape))
     return True
-
-
-def _base_state(
-    sources: Mapping[int, SavedPartitions],
-    target: Target,
-    filled: Sequence[Mapping[str, torch.Tensor]],
-) -> dict[str, Any]:
-    """The state dict of the optimizer that DeepSpeed wraps."""
-    groups = target.hyperparameters
-    for group, saved in zip(groups, sources[0].groups, strict=True):
-        group.update((key, value) for key, value in saved.items() if key != "params")
-    scalars = _scalars_of(sources)
-    state, order = {}, sorted(range(len(filled)), key=lambda flat: target.groups[flat])
-    for index, flat in enumerate(order):  # torch numbers parameters by group
-        tensors = {name: tensor for name, tensor in filled[flat].items() if name != MASTER}
-        if values := {**scalars[target.groups[flat]], **tensors}:
-            state[index] = values
-        groups[target.groups[flat]]["params"].append(index)
-    return {"state": state, "param_groups": groups}
-
-
-def _scalars_of(sources: Mapping[int, SavedPartitions]) -> Mapping[int, dict[str, Any]]:
-    """For each parameter group, the optimizer's values that are not per element; usually the step
-    count.
-
-    Raises:
-        CheckpointError: partitions of one group have different ones.
-    """
-    found: dict[int, dict[str, Any]] = defaultdict(dict)
-    for source in sources.values():
-        for group, scalars in zip(source.group_of_flats, source.scalars, strict=True):
-            step = found[group].get("step", scalars.get("step"))
-            if step != scalars.get("step"):
-                raise CheckpointError(
-                    f"the checkpoint's partitions have different step counts, {step} and "
-                    f"{scalars.get('step')}: {LOAD_ANOTHER}"
-                )
-            found[group].update(scalars)
-    return found

@@ -128,17 +128,24 @@ def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf
     if not is_zip:
         _warn_of_unsummed(path)
         return
-    with (
-        _damage(path),
-        zipfile.ZipFile(path) as archive,
-        ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads,
-    ):
-        found = archive.infolist()
-        summed = [record for record in found if record.CRC or not record.file_size]
-        if len(summed) < len(found):
-            _warn_of_unsummed(path)
-        wanted = [each for each in summed if least_bytes <= each.file_size <= most_bytes]
-        list(threads.map(lambda record: _read_through(archive, record), wanted))
+    try:
+        with (
+            zipfile.ZipFile(path) as archive,
+            ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads,
+        ):
+            found = archive.infolist()
+            summed = [record for record in found if record.CRC or not record.file_size]
+            if len(summed) < len(found):
+                _warn_of_unsummed(path)
+            wanted = [each for each in summed if least_bytes <= each.file_size <= most_bytes]
+            list(threads.map(lambda record: _read_through(archive, record), wanted))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header may say anything
+        raise CheckpointError(
+            f"{path} is damaged or incomplete ({one_line(error)}): load an earlier checkpoint by "
+            "its tag"
+        ) from None
 
 
 def _warn_of_unsummed(path: str) -> None:
@@ -153,30 +160,16 @@ def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 
 
 @contextmanager
-def _damage(path: str) -> Iterator[None]:
-    """Turn an error of the block, which reads a zip file, into one that names the file."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # a damaged header may say anything
-        raise CheckpointError(
-            f"{path} is damaged or incomplete ({one_line(error)}): load an earlier checkpoint by "
-            "its tag"
-        ) from None
-
-
-@contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Wrap a block that reads the file, so that any error names it.
+    """Wrap a block that reads a file or a folder of files, so that any error names it.
 
     Raises:
         CheckpointError: for any error of the block.
     """
     try:
         yield
-    except CheckpointError:  # it names the file
-        raise
+    except CheckpointError as error:
+        raise error if path in str(error) else CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # torch and pickle can raise almost anything
         raise CheckpointError(
             f"{path} cannot be read ({one_line(error)}): load an earlier checkpoint by its tag"

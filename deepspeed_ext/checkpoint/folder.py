@@ -43,7 +43,6 @@ __all__ = [
     "UNKNOWN",
     "CheckpointFolder",
     "FolderState",
-    "SavedNames",
     "choose_save",
     "last_written",
 ]
@@ -51,44 +50,10 @@ __all__ = [
 _RESERVED = ".dsext-"
 
 
-@dataclass(frozen=True)
-class SavedNames:
-    """How DeepSpeed names what it saves.
-
-    Attributes:
-        beside: files in the folder of all tags; no tag may have such a name.
-        end: suffix of every file with states in a tag's folder.
-        model_end: suffix of every file with model states.
-    """
-
-    beside: tuple[str, ...]
-    end: str
-    model_end: str
-
-    def hold_model(self, folder: str) -> bool:
-        """Whether a folder has a file with a model's states."""
-        return any(name.endswith(self.model_end) for name in os.listdir(folder))
-
-
-def _why_unusable(tag: str, taken: Sequence[str]) -> str | None:
-    """Why a tag cannot be the name of a save; None: it can."""
-    parts = tag.split(os.sep)
-    if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
-        return (
-            "has leading or trailing spaces, or control characters, which the file `latest` drops"
-        )
-    if os.pardir in parts:
-        return "goes through '..'"
-    if any(_RESERVED in part for part in parts):
-        return f"contains {_RESERVED!r}, the mark of unfinished saves, which a later save removes"
-    if os.path.normpath(tag).split(os.sep)[0] in taken:
-        return "begins with the name of a file that DeepSpeed writes beside the tags"
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        return "cannot be encoded in UTF-8"
-    return None
-
+_TAKEN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+"""What DeepSpeed names in the folder of all tags; no tag may have such a name."""
+_STATES, _MODEL_STATES = "_states.pt", "model_states.pt"
+"""Ends of the names of DeepSpeed's files with any states, and with a model's."""
 
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
@@ -150,7 +115,6 @@ class CheckpointFolder:
 
     Args:
         save_dir: the folder of all tags.
-        names: how DeepSpeed names the files.
         save_id: unique id of the save that this object writes; None: it only reads.
 
     Attributes:
@@ -158,13 +122,10 @@ class CheckpointFolder:
         staging: where files are written; valid with a `save_id`.
     """
 
-    def __init__(
-        self, save_dir: str, tag: str, names: SavedNames, save_id: str | None = None
-    ) -> None:
+    def __init__(self, save_dir: str, tag: str, save_id: str | None = None) -> None:
         self.save_dir = os.path.abspath(save_dir)
         self.path = os.path.abspath(os.path.join(save_dir, tag))
         self._tag = tag
-        self._names = names
         self._save_id = save_id
         self._key = (save_id or "")[:_KEY_LENGTH]
         self.staging = self._beside(_STAGING, self._key)
@@ -191,14 +152,22 @@ class CheckpointFolder:
             CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one
                 that something else uses.
         """
-        inside = os.path.relpath(self.path, self.save_dir)
+        tag, inside = self._tag, os.path.relpath(self.path, self.save_dir)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
                 f"{self.save_dir}: name a folder inside it, without '..' or a leading '/'"
             )
-        if (why := _why_unusable(self._tag, self._names.beside)) is not None:
-            raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
+        # the file `latest` drops spaces at the ends, and breaks lines at control characters
+        is_plain = tag == tag.strip() and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", tag)
+        is_taken = _RESERVED in tag or inside.split(os.sep)[0] in _TAKEN
+        if not is_plain or is_taken or os.pardir in tag.split(os.sep):
+            raise CheckpointError(
+                f"the tag {tag!r} cannot name a save: it must not begin or end with spaces, hold "
+                f"control characters, '..' or {_RESERVED!r} (the mark of unfinished saves), or "
+                f"begin with a name that DeepSpeed uses beside the tags "
+                f"({', '.join(_TAKEN)}): save under another tag"
+            )
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(
                 f"{self.path} is not a folder: save elsewhere or under another tag"
@@ -210,7 +179,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the folder does not exist, or has no model file.
         """
-        if not os.path.isdir(self.path) or not self._names.hold_model(self.path):
+        if not os.path.isdir(self.path) or not _holds_model(self.path):
             raise CheckpointError(f"{self.path} holds no checkpoint: load another one by its tag")
 
     def aside(self, path: str) -> str:
@@ -296,7 +265,7 @@ class CheckpointFolder:
     def _holds_save(self) -> bool:
         """Whether the tag's folder has a marker of ours, or a model."""
         return os.path.isdir(self.path) and (
-            os.path.lexists(os.path.join(self.path, _MARKER)) or self._names.hold_model(self.path)
+            os.path.lexists(os.path.join(self.path, _MARKER)) or _holds_model(self.path)
         )
 
     def _drop_replaced(self, replaced: str) -> None:
@@ -305,7 +274,7 @@ class CheckpointFolder:
             return
         for name in os.listdir(replaced) if not os.path.islink(replaced) else ():
             source, target = os.path.join(replaced, name), os.path.join(self.path, name)
-            if name == _MARKER or name.endswith(self._names.end) or os.path.lexists(target):
+            if name == _MARKER or name.endswith(_STATES) or os.path.lexists(target):
                 continue
             os.rename(source, target)
         files.sync_folder(self.path)
@@ -355,7 +324,7 @@ class CheckpointFolder:
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:
             tag = os.path.relpath(self.path, self.save_dir)
-            chosen = CheckpointFolder(self.save_dir, tag, self._names, save_id)
+            chosen = CheckpointFolder(self.save_dir, tag, save_id)
             chosen._found = state.saved
             chosen.swap()
         else:
@@ -378,7 +347,7 @@ class CheckpointFolder:
                 if os.stat(path := os.path.join(parent, name)).st_mtime < now - _QUIET_SECONDS:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
-            other = CheckpointFolder(parent, found["tag"], self._names)
+            other = CheckpointFolder(parent, found["tag"])
             with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
@@ -410,6 +379,10 @@ def last_written(folders: Sequence[str]) -> float:
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
                 times.append(os.stat(path).st_mtime)
     return max(times)
+
+
+def _holds_model(folder: str) -> bool:
+    return any(name.endswith(_MODEL_STATES) for name in os.listdir(folder))
 
 
 def _save_id(folder: str) -> str | None:

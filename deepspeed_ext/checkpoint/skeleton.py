@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.memory import host_empty
+from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 
 __all__ = ["Hole", "SkeletonError", "fill_holes", "write_skeleton"]
 
@@ -82,6 +83,10 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
         """Notes storages in the order in which `torch.save` numbers them."""
 
         def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, ShownTensor):  # nothing is in flight while a file is written
+                value = plain(value)
+                noted = self.reducer_override(value)
+                return value.__reduce_ex__(_PROTOCOL) if noted is NotImplemented else noted
             if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _has_storage(value):
                 return NotImplemented
             if value.device.type == "cpu":

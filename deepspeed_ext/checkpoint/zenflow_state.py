@@ -2,9 +2,9 @@
 count.
 
 The base optimizer's state dict holds masters, moments and step in DeepSpeed's own layout, readable
-without this package. This module adds the rest: the schedule, the gradients that were not handed
-over, and the rule's own state. A save waits for the update in flight first. That update is exact
-and due anyway, so saving does not affect later steps.
+without this package. This module adds the rest: the schedule and the rule's own state. A save waits
+for the update in flight first. That update is exact and due anyway, so saving does not affect later
+steps.
 
 Checksums find damaged files. `read_saved_state` finds the state of another version, model or number
 of ranks, before a load changes anything.
@@ -15,13 +15,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
-from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.checkpoint.legacy_state import converted
+from deepspeed_ext.checkpoint.legacy_state import CollectedValues, converted
 from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
@@ -29,7 +28,7 @@ from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
-from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.step.shown_state import write
@@ -37,28 +36,18 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
 __all__ = [
     "STATE_KEY",
-    "AnySavedState",
     "SavedState",
     "adopt_optimizer_state",
-    "host_copy",
     "read_saved_state",
     "restore",
-    "rule_told",
     "state_of",
-    "was_exact",
 ]
 
 _VERSION = 9
-_RULES = {True: "exact", False: "predictive"}
-"""Names of rules, by whether they are exact."""
-
-
-ScheduleT = TypeVar("ScheduleT", bound=State)
-PartitionT = TypeVar("PartitionT", bound=PartitionValues)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedState(Generic[ScheduleT, PartitionT]):
+class SavedState:
     """The saved state of one rank. Pydantic reads it, into the rule's own dataclasses.
 
     Attributes:
@@ -77,11 +66,11 @@ class SavedState(Generic[ScheduleT, PartitionT]):
     rule: Literal["predictive", "selective"]
     kernel: str
     block_size: int
-    schedule: ScheduleT
+    schedule: State
     optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int
-    partitions: list[PartitionT]
+    partitions: list[PartitionValues]
     plan: dict[str, Any] | None = None
     weights: list[torch.Tensor] | None = None
 
@@ -91,34 +80,53 @@ class SavedState(Generic[ScheduleT, PartitionT]):
         return [self.updates if each.updates is None else each.updates for each in self.partitions]
 
     @property
-    def position(self) -> int:
-        """Gradients collected and not handed over, of an earlier release; the same for every
-        partition."""
-        return len(self.partitions[0].collected) if self.partitions else 0
+    def has_collected(self) -> bool:
+        """Whether an earlier release saved it inside an interval."""
+        return any(isinstance(each, CollectedValues) for each in self.partitions)
 
-    def shapes(self) -> list[Shape]:
-        """Every tensor with what it must be."""
+    def require_shapes(self, numels: Sequence[int]) -> None:
+        """Check the tensors.
+
+        Args:
+            numels: elements of this rank's partitions, in order.
+
+        Raises:
+            CheckpointError: one has another shape or dtype, or belongs to other partitions.
+        """
+        sizes = [partition.numel for partition in self.partitions]
+        if sizes != list(numels):
+            raise CheckpointError(
+                f"the checkpoint's partitions have {sizes} elements, this rank's have "
+                f"{list(numels)}: resume with the same model, stage and number of ranks, or "
+                "convert to a universal checkpoint"
+            )
+        weights = sizes if self.weights is None else [each.numel() for each in self.weights]
+        if weights != sizes:
+            raise CheckpointError(
+                f"the saved ZenFlow state does not fit: weights of {weights} elements for "
+                f"partitions of {sizes}: {LOAD_ANOTHER}"
+            )
         layout = LAYOUTS[self.optimizer]
-        found = [
-            shape._replace(name=f"{shape.name} of partition {index}")
-            for index, partition in enumerate(self.partitions)
-            for shape in partition.shapes(layout, self.block_size)
-        ]
-        pairs = zip(self.weights or (), self.partitions, strict=False)
-        return found + [
-            Shape(f"weights of partition {index}", weights, partition.numel, FLOATS)
-            for index, (weights, partition) in enumerate(pairs)
-        ]
+        for index, partition in enumerate(self.partitions):
+            found = list(partition.tensors(layout, self.block_size))
+            if self.weights is not None:
+                found.append(("weights", self.weights[index], partition.numel, FLOATS))
+            for name, tensor, numel, dtypes in found:
+                if tuple(tensor.shape) != (numel,) or tensor.dtype not in dtypes:
+                    raise CheckpointError(
+                        f"the saved ZenFlow state does not fit: {name} of partition {index} is "
+                        f"{tuple(tensor.shape)} {tensor.dtype}, expected ({numel},) "
+                        f"{' or '.join(map(str, dtypes))}: {LOAD_ANOTHER}"
+                    )
 
 
-AnySavedState: TypeAlias = SavedState[Any, Any]
-_READERS: Mapping[str, TypeAdapter[AnySavedState]] = {
-    rule: TypeAdapter(SavedState[state, values])  # type: ignore[valid-type]
-    for rule, (state, values) in SAVED.items()
+_READER = TypeAdapter(SavedState)
+_READERS: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+    rule: (TypeAdapter(state), TypeAdapter(values)) for rule, (state, values) in SAVED.items()
 }
 
 
-def read_saved_state(saved: object, numels: Sequence[int]) -> AnySavedState:
+def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     """Check a saved state and return it typed; its tensors are shared with `saved`, not copied.
 
     Args:
@@ -137,39 +145,27 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> AnySavedState:
         )
     try:
         saved = converted(saved)
-        # None: what earlier versions had not chosen yet
-        chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
+        schedule, values = _READERS[saved["rule"]]
         layout = LAYOUTS[saved.get("optimizer", ADAM_STATE.name)]
         step: TypeAdapter[Any] = TypeAdapter(layout.passes.step_type)
-        typed = [
-            {**each, "last": step.validate_python(each["last"])} if each.get("last") else each
+        partitions = [
+            {**each, "last": step.validate_python(each["last"])}
+            if isinstance(each, Mapping) and each.get("last")
+            else each
             for each in saved["partitions"]
         ]
-        fields = {**saved, "schedule": chosen, "partitions": typed}
-        state = _READERS[saved["rule"]].validate_python(fields)
+        state = _READER.validate_python(
+            {
+                **saved,
+                "schedule": schedule.validate_python(saved["schedule"]),
+                "partitions": [values.validate_python(each) for each in partitions],
+            }
+        )
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
             f"the saved ZenFlow state is damaged: {one_line(error)[:300]}: {LOAD_ANOTHER}"
         ) from None
-    sizes = [partition.numel for partition in state.partitions]
-    if sizes != list(numels):
-        raise CheckpointError(
-            f"the checkpoint's partitions have {sizes} elements, "
-            f"this rank's have {list(numels)}: resume with the same model, "
-            "stage and number of ranks, or convert to a universal checkpoint"
-        )
-    for shape in state.shapes():
-        if not shape.fits:
-            raise CheckpointError(
-                f"the saved ZenFlow state does not fit: {shape.name} is "
-                f"{tuple(shape.tensor.shape)} {shape.tensor.dtype}, expected ({shape.numel},) "
-                f"{' or '.join(map(str, shape.dtypes))}: {LOAD_ANOTHER}"
-            )
-    if state.weights is not None and len(state.weights) != len(sizes):
-        raise CheckpointError(
-            f"the saved ZenFlow state does not fit: {len(state.weights)} weights for "
-            f"{len(sizes)} partitions: {LOAD_ANOTHER}"
-        )
+    state.require_shapes(numels)
     return state
 
 
@@ -177,29 +173,13 @@ STATE_KEY = "deepspeed_ext_zenflow"
 """Key of ZenFlow's state in an optimizer's state dict."""
 
 
-def state_of(
-    host: HostOptimizer,
-    weights: Sequence[torch.Tensor] | None = None,
-    *,
-    copied: bool,
-) -> dict[str, Any]:
-    """This rank's state. Call `HostOptimizer.drain` first.
+def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None) -> dict[str, Any]:
+    """This rank's state. Call `StateStore.drain` first. The tensors are the run's own, which the
+    next step or load changes.
 
     Args:
         weights: of each partition, 1-D, if nothing else in the checkpoint holds them.
-        copied: return copies on the host. Otherwise the tensors are the run's own, which the next
-            step or load changes.
     """
-    state = _shown(host) | ({} if weights is None else {"weights": list(weights)})
-    return tree_map_only(torch.Tensor, host_copy, state) if copied else state
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` on the host."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _shown(host: HostOptimizer) -> dict[str, Any]:
     layout = host.kind.layout
     return {
         "version": _VERSION,
@@ -211,6 +191,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
         **({} if host.first_steps is None else {"plan": _plan_of(host)}),
+        **({} if weights is None else {"weights": list(weights)}),
         "partitions": [
             {
                 "numel": state.master.numel(),
@@ -265,7 +246,7 @@ def adopt_optimizer_state(
     host.state.replaced([each.updates or 0 for each in loaded])
 
 
-def restore(host: HostOptimizer, saved: AnySavedState | None, where: str) -> bool:
+def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     """Continue from a saved state; masters, moments and step count are already in place. A
     collective.
 
@@ -284,15 +265,12 @@ def restore(host: HostOptimizer, saved: AnySavedState | None, where: str) -> boo
     if saved is None:
         return False
     if host.first_steps is not None:
-        heads = [values.numel - values.on_host for values in saved.partitions]
+        heads = [values.on_accelerator for values in saved.partitions]
         host.first_steps.resume(host, heads, _chosen_threads(saved.plan))
-    if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
-        logger.info(told)
-    rule = host.rule
     if changed := _changed_setting(host, saved):
         for state, values in zip(host.state.wholes, saved.partitions, strict=True):
-            values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
-        host.state.replaced(saved.counts if saved.position else None)
+            values.catch_up(state.arrays, saved.block_size, dtype=saved.moment_dtype)
+        host.state.replaced(saved.counts)
         logger.warning(
             f"{where}: {changed} differs from the checkpoint; "
             "training continues from the exact weights"
@@ -304,35 +282,14 @@ def restore(host: HostOptimizer, saved: AnySavedState | None, where: str) -> boo
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    rule.schedule.load_state_dict(asdict(saved.schedule))
+    host.rule.schedule.load_state_dict(asdict(saved.schedule))
     host.state.counts = saved.counts
-    rule.restore(saved.partitions)
-    rule.resume()
+    host.rule.restore(saved.partitions)
+    host.rule.resume()
     return True
 
 
-def was_exact(saved: AnySavedState) -> bool | None:
-    """Whether the run that saved this followed the exact rule; None: not chosen yet, or not
-    known."""
-    return getattr(saved.schedule, "is_exact", None)
-
-
-def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
-    """What to say of the rule after a load; None: the run follows the checkpoint's.
-
-    Args:
-        was: whether that was the exact one; None: not known.
-    """
-    rule = host.decided.rule
-    if was is None or rule.limits:
-        return None
-    if rule.overlapped is not was:
-        return None
-    before = f"the checkpoint's run followed the {_RULES[was]} rule"
-    return f"{before}, this one follows the {_RULES[not was]} rule"
-
-
-def _converted(host: HostOptimizer, saved: AnySavedState | None) -> str | None:
+def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
     """How the loaded moments' format differs from this run's, and how they are converted; None: not
     at all."""
     there, here = "float32" if saved is None else saved.moment_dtype, host.kind.layout.moment_dtype
@@ -347,8 +304,10 @@ def _converted(host: HostOptimizer, saved: AnySavedState | None) -> str | None:
     return None
 
 
-def _changed_setting(host: HostOptimizer, saved: AnySavedState) -> str | None:
-    rule = host.rule
+def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
+    """The setting that keeps the run from continuing bitwise because it changed; None: nothing
+    does."""
+    rule, partitions = host.rule, saved.partitions
     if saved.rule != rule.name:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
     if saved.block_size != rule.block_size:
@@ -356,12 +315,9 @@ def _changed_setting(host: HostOptimizer, saved: AnySavedState) -> str | None:
             f"the block size of zenflow ({saved.block_size} "
             f"in the checkpoint, {rule.block_size} now)"
         )
-    pairs = zip(host.state.partitions, saved.partitions, strict=True)
-    if any(partition.master.numel() != values.on_host for partition, values in pairs):
-        return f"offload_optimizer.ratio ({_ratio(saved)} in the checkpoint)"
-    return "zenflow.update_interval (above 1 in the checkpoint)" if saved.position else None
-
-
-def _ratio(saved: AnySavedState) -> str:
-    numel = sum(values.numel for values in saved.partitions)
-    return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"
+    if [each.master.numel() for each in host.state.partitions] != [
+        each.on_host for each in partitions
+    ]:
+        ratio = sum(each.on_host for each in partitions) / max(1, sum(p.numel for p in partitions))
+        return f"offload_optimizer.ratio ({ratio:.4g} in the checkpoint)"
+    return "zenflow.update_interval (above 1 in the checkpoint)" if saved.has_collected else None

@@ -1,4 +1,4 @@
-"""Random programs of what a script calls on an engine; pure, so that a seed is a program.
+"""Random programs of what a script calls on an engine; pure, so that the draws are a program.
 
 A program is its settings and a list of operations, each a name of `program_side.OPERATIONS` and
 its arguments. `tests.fuzz.usage` runs them.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Operation", "Program", "Settings", "draw", "shrunk"]
+__all__ = ["Operation", "Program", "Settings", "draw"]
 
 Operation = tuple[Any, ...]
 NAMES = ("embed.weight", "norm.weight", "up.weight", "up.bias", "again.weight", "maybe.weight")
@@ -60,7 +60,6 @@ class Settings:
 class Program:
     """What both sides do."""
 
-    seed: int
     settings: Settings
     operations: tuple[Operation, ...]
 
@@ -68,9 +67,9 @@ class Program:
         return any(name in names for name, *_ in self.operations)
 
 
-def draw(seed: int, **fixed: Any) -> Program:
-    """The program of a seed; `fixed` are settings that are given."""
-    rng = random.Random(f"usage {seed}")
+def draw(rng: random.Random, **fixed: Any) -> Program:
+    """A program by draws of `rng`, which may be one of hypothesis; `fixed` are settings that are
+    given."""
     settings = replace(_settings(rng, fixed.get("system"), fixed.get("stage")), **fixed)
     operations: list[Operation] = []
     if rng.random() < 0.8:  # before it, the optimizer of ZeRO-Offload has no state
@@ -79,7 +78,7 @@ def draw(seed: int, **fixed: Any) -> Program:
         if rng.random() < 0.6:
             operations += _odd(rng, settings)
         operations += _step(rng, settings)
-    return Program(seed, settings, tuple(operations))
+    return Program(settings, tuple(operations))
 
 
 def _settings(rng: random.Random, system: str | None, stage: int | None) -> Settings:
@@ -223,36 +222,3 @@ ODD: tuple[Callable[[random.Random, Settings], Operation], ...] = (
     lambda rng, _: ("train_mode", rng.random() < 0.5),
     lambda rng, _: ("optimizer_state_dict",),
 )
-
-
-def shrunk(program: Program, fails: Callable[[Program], bool], most: int = 40) -> Program:
-    """A program with fewer operations and simpler settings that still `fails`."""
-    tries = 0
-    size = max(1, len(program.operations) // 2)
-    while size and tries < most:
-        start = 0
-        while start < len(program.operations) and tries < most:
-            kept = program.operations[:start] + program.operations[start + size :]
-            tries += 1
-            if fails(replace(program, operations=kept)):
-                program = replace(program, operations=kept)
-            else:
-                start += size
-        size //= 2
-    simpler: list[dict[str, Any]] = [
-        {"ranks": 1},
-        {"device": "cpu"},
-        {"zero": {}},
-        {"scheduler": False},
-        {"groups": False},
-        {"client": False},
-        {"clipping": 0.0},
-        {"accumulation": 1},
-        {"dtype": "fp32"},
-        {"ours": {}},
-    ]
-    for change in simpler:
-        other = replace(program, settings=replace(program.settings, **change))
-        if other != program and fails(other):
-            program = other
-    return program

@@ -1,35 +1,26 @@
-"""Run random programs of what a script calls on an engine, beside stock DeepSpeed.
-
-    python -m tests.fuzz.usage --seeds 200 [--first 0] [--stage 3] [--system offload]
+"""Runs a random program of what a script calls on an engine beside stock DeepSpeed.
 
 The exact rule beside ZeRO-Offload, tiered flattening and the single-parameter gather beside ZeRO:
 losses, weights, masters, moments, counters and norms are equal to the bit, and what raises here
 raises there. Each program of the exact rule also runs under the predictive rule, with and without a
-save and a load in a new engine in its middle, to the same bits. A program that differs is made
-smaller and printed.
+save and a load in a new engine in its middle, to the same bits. `make fuzz` draws programs
+(tests/harness/test_usage.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import math
-import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from tests.fuzz.programs import Program, draw, shrunk
+from tests.fuzz.programs import Program
 
 SIDES = {"offload": ("exact", "predictive"), "zero": ("zero",)}
 TIMEOUT_SECONDS = 30.0
-RANKS_LAST = 40
-"""Programs; DeepSpeed's stage 3 keeps what an engine had."""
 NORMS_APART = 2.0**-20
 """ZeRO-Offload adds squares of norms in Python's floats."""
 
@@ -387,62 +378,3 @@ def found_by(program: Program) -> list[str]:
         lines = [line for line in str(error).splitlines() if "USAGE" in line or "Error" in line]
         return ["ranks ended: " + " | ".join(lines)[:3000]]
     return [text for texts in found for text in texts]
-
-
-def kind_of(text: str) -> str:
-    """Of a difference: what it is, without its numbers."""
-    import re
-
-    return re.sub(r"[0-9]+", "#", text.split("elements differ")[0])[:200]
-
-
-def shows(kind: str, program: Program) -> bool:
-    """Whether a program still shows that kind of difference."""
-    return any(kind in each for each in found_by(program))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--whole", action="store_true", help="print programs as they are")
-    for name in ("stage", "ranks", "accumulation"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("system", "dtype", "device"):
-        parser.add_argument(f"--{name}")
-    arguments = parser.parse_args()
-    given = ("stage", "ranks", "accumulation", "system", "dtype", "device")
-    fixed = {name: value for name in given if (value := getattr(arguments, name)) is not None}
-    from tests.support import ranks
-
-    ranks.fork_workers()
-    begin, failures, kinds = time.monotonic(), 0, Counter[str]()
-    for done, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds)):
-        if done % RANKS_LAST == RANKS_LAST - 1:
-            ranks.close_pools()
-        if done and done % 100 == 0:
-            print(f"{done} programs, {time.monotonic() - begin:.0f} s", flush=True)
-        program = draw(seed, **fixed)
-        found = found_by(program)
-        if not found:
-            continue
-        failures += 1
-        kinds[kind_of(found[0])] += 1
-        print(f"--- seed {seed}: {found[0]}", flush=True)
-        if kinds[kind_of(found[0])] > 1:
-            continue
-        if not arguments.whole:
-            kind = kind_of(found[0]).split("operation")[0]
-            program = shrunk(program, functools.partial(shows, kind))
-            print(f"    smaller: {found_by(program)[:1]}")
-        print(f"    {program.settings}")
-        for operation in program.operations:
-            print(f"    {operation}", flush=True)
-    print(f"{arguments.seeds} programs, {failures} differ, {time.monotonic() - begin:.0f} s")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

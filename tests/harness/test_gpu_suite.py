@@ -283,17 +283,6 @@ def test_the_ballast_is_held_as_long_as_its_part_lives() -> None:
     assert not child.is_running()
 
 
-def test_the_7_billion_part_runs_at_a_thousandth_of_its_size() -> None:
-    (part,) = (part for part in gpu_parts.parts() if part.name == "7b/exact")
-    rows = bench_decoder.measure(bench_decoder.arguments().parse_args(part.toy))
-    assert [(row["batch"], row["steps"], row["card GiB"]) for row in rows] == [
-        ("1x64", 2, 24),
-        ("2x64", 2, 24),
-    ]
-    assert all("error" not in row and row["model"] == "7m" for row in rows)
-    assert all(row["plan"]["config"] for row in rows)
-
-
 def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_is_empty(
     tmp_path: Path,
 ) -> None:

@@ -129,19 +129,15 @@ def test_tests_are_collected_with_no_more_than_torch_and_the_carried_wheels() ->
     )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "is_found"),
     [
         ("import yaml", True),
-        ("from yaml import safe_load", True),
-        ("if True:\n    import yaml", True),
-        ("class A:\n    import yaml", True),
+        ("if True:\n    from yaml import safe_load", True),
         ("def f():\n    import yaml", False),
         ("try:\n    import yaml\nexcept ImportError:\n    yaml = None", False),
         ('import pytest\npytest.importorskip("yaml")\nimport yaml', False),
         ('import pytest\nimport yaml\npytest.importorskip("yaml")', True),
-        ('import pytest\npytest.importorskip("numpy")\nimport yaml', True),
         ("if TYPE_CHECKING:\n    import yaml", False),
         ("import ast, numpy, torch, pytest, hypothesis", False),
     ],

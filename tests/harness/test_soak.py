@@ -31,6 +31,7 @@ def test_every_stage_sees_every_number_of_ranks_and_every_form() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_short_soak_survives_its_faults(tmp_path: Path) -> None:
     plan = plan_round(seed=7, number=4, longest_delay=1.0)
     faults = [fault for fault in plan.faults if fault.kind in (KILL_WORKER, SUSPEND, KILL_RANK)]

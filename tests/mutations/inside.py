@@ -1,13 +1,12 @@
-"""What pytest does in a fork of the campaign, besides testing: record lines, note the first
-failure, fork ranks."""
+"""A plugin of pytest in a run of the campaign: it notes the first failure, and records lines."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
-import socket
-import threading
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,10 +17,17 @@ from typing import Any
 import coverage
 import pytest
 
-from tests.support import rank_nursery, ranks
+from tests.support import ranks
 from tests.support.rank_nursery import Nursery
 
-__all__ = ["FirstFailure", "Lines", "fork_ranks"]
+__all__ = ["FAILURE", "LINES"]
+
+FAILURE, LINES = "DSEXT_MUTANT_FAILURE", "DSEXT_MUTANT_LINES"
+"""Variables: the file for the name of the first failure, and the folder for lines, or none."""
+
+MOST_BYTES = 6 << 30
+"""Of memory that a process of a run may allocate: some mutants never stop."""
+PR_SET_PDEATHSIG = 1
 
 
 class FirstFailure:
@@ -115,45 +121,21 @@ def _write(folder: Path, test: str, found: coverage.Coverage, about: dict[str, A
     )
 
 
-class _ForkedNursery(Nursery):
-    """A nursery that is a fork of this process, which has imported torch and DeepSpeed; the device
-    is the CPU."""
+class _UnlimitedNursery(Nursery):
+    """Without that limit for the simulated accelerator, which reserves addresses."""
 
     def __init__(self, device: str = "cpu") -> None:
+        limits = resource.getrlimit(resource.RLIMIT_DATA)
         if device != "cpu":
-            limits = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (limits[1], limits[1]))
-            super().__init__(device)
-            resource.setrlimit(resource.RLIMIT_DATA, limits)
-            return
-        self._alone = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._socket.close()
-                os.environ["DS_ACCELERATOR"], os.environ["OMP_NUM_THREADS"] = "cpu", "1"
-                rank_nursery._load(rank_nursery.WHAT_ENGINES_IMPORT)
-                rank_nursery._serve(theirs)
-            finally:
-                os._exit(1)
-        theirs.close()
-        self._process = _Forked(pid)  # type: ignore[assignment]
+        super().__init__(device)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
-class _Forked:
-    """As much of `subprocess.Popen` as a nursery uses of its process."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    def kill(self) -> None:
-        os.kill(self._pid, 9)
-
-    def wait(self, timeout: float | None = None) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-
-
-def fork_ranks() -> None:
-    """From now on, the process that forks ranks is itself a fork."""
-    ranks.Nursery = _ForkedNursery  # type: ignore[misc]
+def pytest_configure(config: pytest.Config) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.RLIM_INFINITY))
+    ranks.Nursery = _UnlimitedNursery  # type: ignore[misc]
+    config.pluginmanager.register(FirstFailure(Path(os.environ[FAILURE])))
+    if folder := os.environ[LINES]:
+        config.pluginmanager.register(Lines(Path(folder)))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.mutations.forks import Fork, Room
 from tests.mutations.mutants import Mutant
+from tests.mutations.rooms import Room, Run
 from tests.support.paths import ROOT
 
 __all__ = ["MOST_SECONDS", "Record", "Test", "choose"]
@@ -74,7 +74,7 @@ class Record:
             name for name in _files() if kept.get(name, {}).get("digest") != _digest([ROOT / name])
         ]
 
-    def start(self, name: str, room: Room, folder: Path) -> Fork:
+    def start(self, name: str, room: Room, folder: Path) -> Run:
         """Begin to record a file, in an empty folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -82,7 +82,7 @@ class Record:
         return room.start([name, "--timeout", "600"], lines=folder)
 
     def add(self, name: str, folder: Path) -> int:
-        """Keep what a fork has recorded of a file; return how many of its tests have passed."""
+        """Keep what a run has recorded of a file; return how many of its tests have passed."""
         tests: dict[str, dict[str, Any]] = {}
         for path in sorted(folder.iterdir()):
             part = json.loads(path.read_text())

@@ -6,7 +6,7 @@ changed line.
         [--kinds KIND ...] [--again [TEXT ...]]
 
 First it records which lines each test runs; the record is kept, and made again for files that have
-changed. Then each mutant meets, in a fork, first the tests without ranks and then some with ranks,
+changed. Then each mutant meets first the tests without ranks and then some with ranks,
 until one fails. A mutant that no test runs survives. Results are in outputs/mutants: a line of JSON
 a mutant, and a page of the survivors; a campaign that was interrupted goes on. `--again` tries
 again what survived or did not end in time, all of it or where the place or the changed line holds
@@ -29,9 +29,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.mutations.forks import Fork, Room, import_once
 from tests.mutations.mutants import KINDS, MODULES, Mutant, draw
 from tests.mutations.record import MOST_SECONDS, Record, Test, choose
+from tests.mutations.rooms import Room, Run
 from tests.support.paths import ROOT
 
 __all__ = ["Result", "page"]
@@ -60,13 +60,13 @@ class Result:
 
 
 class Task:
-    """Something that runs in a fork in a room: `start` begins it, `done` takes the fork when it has
+    """Something that runs in a room: `start` begins it, `done` takes the run when it has
     ended, and returns what that room does next."""
 
     def __init__(
         self,
-        start: Callable[[Room], Fork],
-        done: Callable[[Room, Fork, bool], Task | None],
+        start: Callable[[Room], Run],
+        done: Callable[[Room, Run, bool], Task | None],
         limit: float,
     ) -> None:
         self.start, self.done, self.limit = start, done, limit
@@ -74,26 +74,26 @@ class Task:
 
 def run_all(tasks: Sequence[Task], rooms: Sequence[Room]) -> None:
     """Run `tasks`, one in each of `rooms` at a time."""
-    waiting, running = list(tasks), dict[Room, tuple[Task, Fork]]()
+    waiting, running = list(tasks), dict[Room, tuple[Task, Run]]()
     try:
         while waiting or running:
             for room in rooms:
                 if room in running:
-                    task, fork = running[room]
-                    overran = fork.poll() is None and fork.seconds > task.limit
-                    if fork.status is None and not overran:
+                    task, run = running[room]
+                    overran = run.poll() is None and run.seconds > task.limit
+                    if run.poll() is None and not overran:
                         continue
-                    fork.end()
+                    run.end()
                     del running[room]
-                    if (following := task.done(room, fork, overran)) is not None:
+                    if (following := task.done(room, run, overran)) is not None:
                         running[room] = following, following.start(room)
                 if waiting and room not in running:
                     task = waiting.pop(0)
                     running[room] = task, task.start(room)
             time.sleep(PAUSE_SECONDS)
     finally:
-        for _, fork in running.values():
-            fork.end()
+        for _, run in running.values():
+            run.end()
 
 
 def record_tasks(record: Record, folder: Path) -> Iterator[Task]:
@@ -102,15 +102,13 @@ def record_tasks(record: Record, folder: Path) -> Iterator[Task]:
         target = folder / f"lines-{number}"
 
         def done(
-            room: Room, fork: Fork, overran: bool, name: str = name, target: Path = target
+            room: Room, run: Run, overran: bool, name: str = name, target: Path = target
         ) -> Task | None:
             passed = record.add(name, target)
-            print(
-                f"{name}: {passed} tests in {fork.seconds:.0f} s, status {fork.status}", flush=True
-            )
+            print(f"{name}: {passed} tests in {run.seconds:.0f} s, status {run.poll()}", flush=True)
             return None
 
-        def start(room: Room, name: str = name, target: Path = target) -> Fork:
+        def start(room: Room, name: str = name, target: Path = target) -> Run:
             return record.start(name, room, target)
 
         yield Task(start, done, 1800)
@@ -130,26 +128,26 @@ def mutant_task(
     """
     longest, total = max(test.seconds for test in tests), sum(test.seconds for test in tests)
 
-    def start(room: Room) -> Fork:
+    def start(room: Room) -> Run:
         _write(room, mutant, mutant.source)
         names = [test.name for test in tests]
         return room.start(
             ["-x", "--full", "-p", "no:anyio", "--timeout", f"{60 + 20 * longest:.0f}", *names]
         )
 
-    def done(room: Room, fork: Fork, overran: bool) -> Task | None:
+    def done(room: Room, run: Run, overran: bool) -> Task | None:
         _write(room, mutant, mutant.original)
         by = room.failure.read_text() if room.failure.exists() else f"{len(tests)} tests"
-        if fork.status == 0 and later:
+        if run.poll() == 0 and later:
             return mutant_task(mutant, later, keep)
         at = next((at for at, test in enumerate(tests) if test.name == by), None)
         if len(tests) > 1 and at is not None and tests[at].has_ranks:
             return mutant_task(mutant, tests[at : at + 1], keep, later=tests[at + 1 :])
         late = overran or any(words in room.log for words in SLOW)
-        state = "survived" if fork.status == 0 else "timeout" if late else "killed"
-        if state == "killed" and fork.status != FAILED_TESTS:
-            by += f" (pytest ended with {fork.status})"
-        keep(Result(mutant.name, mutant.site.kind, state, by, fork.seconds))
+        state = "survived" if run.poll() == 0 else "timeout" if late else "killed"
+        if state == "killed" and run.poll() != FAILED_TESTS:
+            by += f" (pytest ended with {run.poll()})"
+        keep(Result(mutant.name, mutant.site.kind, state, by, run.seconds))
         return None
 
     return Task(start, done, 120 + 10 * total)
@@ -252,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of changes (all)"
     )
-    parser.add_argument("--processes", type=int, default=2, help="forks at a time")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -264,7 +262,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     os.nice(10)
-    import_once()
     return campaign(args)
 
 

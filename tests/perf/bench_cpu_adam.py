@@ -5,10 +5,8 @@ sizes of a partition.
     [--deepspeed]
 
 "fused" is plain ``torch.optim.AdamW(fused=True)``: fp32 gradient in, nothing out. The pass reads a
-16-bit gradient and writes a 16-bit weight and the block means besides. Arrays lie where the arena
-places them; "head to tail" is the placement before, one array behind the other on page boundaries.
-Every contender gets the same number of threads; "cores" is the CPU time that it took per second, to
-check that.
+16-bit gradient and writes a 16-bit weight and the block means besides. Every contender gets the
+same number of threads; "cores" is the CPU time that it took per second, to check that.
 
 "GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step
 of Adam (the pass: p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with
@@ -20,13 +18,13 @@ output before it overwrites it, which is not counted.
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArraySpec, PlacedArray, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import (
     AdamStep,
@@ -56,7 +54,7 @@ _SETTLE_SECONDS = 0.03
 they sleep."""
 STATE_BYTES = 24
 """Of an element: p, m and v, each read and written in fp32."""
-ROUNDED_BYTES = {"bf16": ("bfloat16", 16), "int8": ("int8", 12)}
+MOMENTS = {"fp32": ("float32", 24), "bf16": ("bfloat16", 16), "int8": ("int8", 12)}
 """Names of contenders: `zenflow.state_dtype`, and the same with such m and v, without scales."""
 
 
@@ -100,21 +98,8 @@ class Contender:
         return sum(self.cpu) / sum(self.wall)
 
 
-def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
-    """The placement that competes for cache sets at a power of two: every array begins at the next
-    page."""
-    arrays, end = [], 0
-    for spec in specs:
-        arrays.append(PlacedArray(spec, end))
-        end += -(-spec.nbytes // 4096) * 4096
-    return ArenaLayout(tuple(arrays), end)
-
-
-def pass_arena(
-    numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout], state: StateLayout = ADAM_STATE
-) -> Arena:
-    kinds = arena_kinds(layout=state)
-    arena = Arena.create(plan(kinds.of(0, numel)))
+def pass_arena(numel: int, state: StateLayout = ADAM_STATE) -> Arena:
+    arena = Arena.create(plan_layout(arena_kinds(layout=state).of(0, numel)))
     arena.tensor("g").normal_()
     arena.tensor("v").fill_(128 if state.is_coded else 1e-2)
     for kind in state.scales:
@@ -146,21 +131,6 @@ def _optimizer_runner(
     return kind([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **settings).step
 
 
-def placed_fused_runner(numel: int) -> Callable[[], object]:
-    """The fused AdamW with its arrays where the arena places them."""
-    arena = Arena.create(
-        plan_layout([ArraySpec(name, "float32", numel) for name in ("p", "m", "v", "g")])
-    )
-    parameter = arena.tensor("p").requires_grad_()
-    parameter.grad = arena.tensor("g").normal_()
-    optimizer = torch.optim.AdamW(
-        [parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    moments = {"exp_avg": arena.tensor("m"), "exp_avg_sq": arena.tensor("v").fill_(1e-2)}
-    optimizer.state[parameter] = {"step": torch.tensor(100.0), **moments}
-    return optimizer.step
-
-
 def _copy_runner(numel: int) -> Callable[[], object]:
     source = torch.randn(numel)  # zeros would be copied faster
     target = torch.empty_like(source)
@@ -169,21 +139,14 @@ def _copy_runner(numel: int) -> Callable[[], object]:
 
 def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, Contender]:
     """Everything that is timed at one size."""
-    native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
-    spread, tight = pass_arena(numel, plan_layout), pass_arena(numel, head_to_tail)
-    step = STATE_BYTES + 2 + 2
+    native = load_kernel(library_path(), threads)
     found = {
         COPY: Contender(_copy_runner(numel), 8),
         BASE: Contender(_optimizer_runner(torch.optim.AdamW, numel, fused=True), STATE_BYTES + 4),
-        f"{BASE}, placed as the arena does": Contender(placed_fused_runner(numel), STATE_BYTES + 4),
-        f"pass, {native.name}": Contender(pass_runner(native, spread), step),
-        f"pass, {native.name}, head to tail": Contender(pass_runner(native, tight), step),
-        "pass, torch operations": Contender(pass_runner(reference, spread), step),
     }
-    for name, (dtype, nbytes) in ROUNDED_BYTES.items():
-        rounded = pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype))
-        title = f"pass, {native.name}, {name} moments"
-        found[title] = Contender(pass_runner(native, rounded), nbytes + 4)
+    for name, (dtype, nbytes) in MOMENTS.items():
+        arena = pass_arena(numel, replace(ADAM_STATE, moment_dtype=dtype))
+        found[f"pass, {name} moments"] = Contender(pass_runner(native, arena), nbytes + 4)
     if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -221,9 +184,7 @@ def comparisons_of(
 ) -> list[report.Comparison]:
     """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a
     copy."""
-    kernel = next(name for name in found if name.startswith("pass, "))
-    passes = {"fp32": found[kernel]}
-    passes |= {name: found[f"{kernel}, {name} moments"] for name in ROUNDED_BYTES}
+    passes = {name: found[f"pass, {name} moments"] for name in MOMENTS}
     size = f"{numel:,} elements ({SIZES.get(numel, 'given')})"
     comparisons = [
         report.compare(

@@ -11,8 +11,7 @@ between variants. Peak bytes of accelerator memory, relative to P, the bytes of 
 the whole construction by the accelerator's allocator; where the CPU is the accelerator, of the
 flattening alone by a byte-exact meter in separate, untimed turns. Peak bytes of host memory are the
 growth of the process's resident pages during the construction, and what torch's allocator has
-page-locked, both relative to P. GB/s are P over the time of the construction, and over that of the
-flattening in it where that is known, beside the speed of plain copies measured in the same run.
+page-locked, both relative to P. GB/s are P over the time of the construction.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Clock:
 
     def __init__(self, meter: LiveBytes | None) -> None:
         self.meter = meter
-        self.seconds = self.cpu_seconds = 0.0
+        self.seconds = 0.0
         self.peak_bytes = self.host_bytes = self.pinned_bytes = 0
 
     def around(self, original: Any) -> Any:
@@ -111,10 +110,10 @@ class Clock:
             host_peak.forget_pinned()
             dist.barrier()
             host = host_peak.HostPeak()
-            wall, cpu = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
             result = original(engine, optimizer)
             accelerator.synchronize()
-            self.seconds, self.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+            self.seconds = time.perf_counter() - begin
             self.peak_bytes = (
                 self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
             )
@@ -166,13 +165,11 @@ def one_turn(
     get_accelerator().empty_cache()
     return {
         "seconds": clock.seconds,
-        "cpu seconds": clock.cpu_seconds,
         "flatten seconds": flatten,
         "peak / P": clock.peak_bytes / parameter_bytes,
         "host peak / P": clock.host_bytes / parameter_bytes,
         "pinned peak / P": clock.pinned_bytes / parameter_bytes,
         "GB/s": parameter_bytes / clock.seconds / 1e9,
-        "flatten GB/s": parameter_bytes / flatten / 1e9 if flatten else 0.0,
     }
 
 
@@ -192,15 +189,7 @@ def body(
     return turns
 
 
-COLUMNS = (
-    "seconds",
-    "cpu seconds",
-    "flatten seconds",
-    "peak / P",
-    "host peak / P",
-    "pinned peak / P",
-)
-SPEEDS = ("GB/s", "flatten GB/s")
+COLUMNS = ("seconds", "flatten seconds", "peak / P", "host peak / P", "pinned peak / P", "GB/s")
 COMPARED = {
     "seconds": "seconds of the construction",
     "peak / P": "peak bytes of a group / its flat buffer",
@@ -225,10 +214,7 @@ def rows_of(turns: Turns, stage: int, offload: bool) -> list[dict[str, Any]]:
     return [
         what
         | {"variant": variant}
-        | {
-            name: report.summary([result[name] for result in results])
-            for name in (*COLUMNS, *SPEEDS)
-        }
+        | {name: report.summary([result[name] for result in results]) for name in COLUMNS}
         for variant, results in turns.items()
     ]
 

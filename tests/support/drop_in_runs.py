@@ -19,6 +19,7 @@ from tests.support.drop_in import ACCEPTED, REFUSED_UNTRIED, Row, merged
 from tests.support.models import OddModel, batches
 from tests.support.same import first_difference
 from tests.support.zenflow import (
+    distance,
     full_masters_of,
     make_engine,
     offload_config,
@@ -201,12 +202,4 @@ def apart(
         abs(one - other) / abs(one)
         for one, other in zip(expected["losses"], actual["losses"], strict=True)
     )
-    squares = [
-        (
-            float((actual["weights"][name] - value).square().sum()),
-            float((value - start[name]).square().sum()),
-        )
-        for name, value in expected["weights"].items()
-    ]
-    moved = sum(way for _, way in squares)
-    return losses, (sum(gap for gap, _ in squares) / moved) ** 0.5
+    return losses, distance(expected["weights"], actual["weights"], start)

@@ -255,12 +255,14 @@ def read_inner(pair: Pair, draw: random.Random) -> None:
 
 
 def keep(pair: Pair, draw: random.Random) -> None:
-    (index, name), how = _place(pair, draw), draw.randrange(4)  # drawn on all ranks alike
-    handle = pair.ours.tensor(index, name)
+    """A handle of either optimizer, or a view of it; drawn on all ranks alike."""
+    (index, name), how, inner = _place(pair, draw), draw.randrange(5), draw.random() < 0.5
+    optimizer = pair.engine.optimizer.optimizer if inner else pair.engine.optimizer
+    handle = Side(optimizer, pair.ours.masters).tensor(index, name)
     own = pair.engine.optimizer.host_optimizer.link.arena.find(handle.data_ptr(), handle.nbytes)
     if own is None:  # assigned or rebound a moment ago: until it is taken over it is the user's own
         return
-    kept = (handle, handle.data, handle[:], handle.view(-1))[how]
+    kept = (handle, handle.data, handle[:], handle.view(-1), handle.detach())[how]
     pair.kept = [*pair.kept, Kept(index, name, kept)][-KEPT:]
 
 

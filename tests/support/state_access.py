@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed import utils
-
-from tests.support.models import batches, two_groups
-from tests.support.same import first_difference
-from tests.support.zenflow import make_engine, train, weights_of
-
-STEPS = 9
 
 
 def moments_of(engine: Any) -> tuple[str, ...]:
@@ -49,29 +42,3 @@ def scale_state(engine: Any, factor: float) -> None:
         put(parameter, get(parameter) * factor)
         for key in moments_of(engine):
             put_state(parameter, get_state(parameter, key) * factor, key)
-
-
-def looking_on(config: dict) -> list[str]:
-    """How a run whose state is read or written back as it is, by turns of two steps, differs from
-    one that is left alone, to the bit; and how what is written back differs from what is then
-    read."""
-    data = batches(STEPS, dist.get_rank())
-    outcomes, differences = [], []
-    for looks in (False, True):
-        engine = make_engine(config, groups=two_groups)
-        losses = []
-        for number, batch in enumerate(data):
-            losses += train(engine, [batch])
-            if not looks:
-                continue
-            state = state_of(engine)
-            if number % 4 >= 2:
-                scale_state(engine, 1.0)
-            differences.append(
-                first_difference(state, state_of(engine), f"state after step {number}")
-            )
-        outcomes.append(
-            {"losses": losses, "state": state_of(engine), "weights": weights_of(engine)}
-        )
-        engine.destroy()
-    return list(filter(None, [*differences, first_difference(*outcomes)]))

@@ -87,12 +87,6 @@ SHIPPED: dict[str, dict[str, Any]] = {
         "wall_clock_breakdown": False,
         "zero_optimization": {**_AXOLOTL_3, "offload_optimizer": _PINNED},
     },
-    "axolotl zero3_bf16_cpuoffload_params": {
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "wall_clock_breakdown": False,
-        "zero_optimization": _AXOLOTL_3,
-    },
     "Hugging Face ZeRO-2": {
         "fp16": {**_SCALED, "initial_scale_power": 16},
         "zero_optimization": {

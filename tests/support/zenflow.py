@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,18 @@ def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list
         engine.step()
         losses.append(loss.detach())
     return [loss.item() for loss in losses]
+
+
+def distance(
+    expected: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+    start: Mapping[str, torch.Tensor],
+) -> float:
+    """Of the weights of two trained models, over the distance that the expected ones have moved
+    from the start (all L2)."""
+    apart = sum(float((actual[name] - value).square().sum()) for name, value in expected.items())
+    moved = sum(float((value - start[name]).square().sum()) for name, value in expected.items())
+    return (apart / moved) ** 0.5
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.zenflow import (
     Outcome,
+    distance,
     make_engine,
     offload_config,
     run,
@@ -34,16 +35,9 @@ def with_and_without(config: dict, steps: int) -> tuple[Outcome, Outcome]:
 
 
 def difference(expected: Outcome, actual: Outcome) -> float:
-    """Distance of the two final models over the distance that the expected one has moved from the
-    start (all L2)."""
-    start = {
-        name: p.detach().to(torch.bfloat16).float() for name, p in start_model().named_parameters()
-    }
-    apart = (
-        sum(float((expected.weights[n] - actual.weights[n]).square().sum()) for n in start) ** 0.5
-    )
-    moved = sum(float((expected.weights[n] - start[n]).square().sum()) for n in start) ** 0.5
-    return apart / moved
+    """`distance` of the two final models."""
+    start = {name: p.detach().bfloat16().float() for name, p in start_model().named_parameters()}
+    return distance(expected.weights, actual.weights, start)
 
 
 def start_model() -> OddModel:

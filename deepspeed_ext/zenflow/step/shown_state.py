@@ -301,8 +301,18 @@ class ShownState:
         """
         with torch._C._DisableTorchDispatch():
             self._require_masters()
-            found = [self._change_of(index, handles) for index, handles in enumerate(self._handles)]
-        return [change for change in found if change is not None]
+            found = [self._change_of(*each, loads=False) for each in enumerate(self._handles)]
+        return [change for change in found if change.values or change.updates is not None]
+
+    def loaded(self) -> list[Change]:
+        """What DeepSpeed has put into the optimizer's state from a checkpoint, for every partition.
+        A moment missing in the checkpoint is zero.
+
+        Raises:
+            CheckpointError: something of it does not fit.
+        """
+        with torch._C._DisableTorchDispatch():
+            return [self._change_of(*each, loads=True) for each in enumerate(self._handles)]
 
     def _require_masters(self) -> None:
         ours = {id(handles.master) for handles in self._handles}
@@ -319,59 +329,41 @@ class ShownState:
                     "and write new values into it (tensor.data.copy_(...))"
                 )
 
-    def _change_of(self, index: int, handles: _Handles) -> Change | None:
-        where, values = f"of partition {index}", []
-        (_, master, own), *moments = handles.pairs()
-        if not _is_on(master, own):
-            values.append((own, _fitting(master, own, f"the fp32 partition {index}")))
-        entry = self._optimizer.state.get(handles.master)
-        if not entry:
-            return Change(index, [*values, *((each, None) for _, _, each in moments)], 0)
+    def _change_of(self, index: int, handles: _Handles, *, loads: bool) -> Change:
+        where, own = f"optimizer.state of partition {index}", handles.state.master.detach()
+        values: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+        def compare(what: str, value: Any, own: torch.Tensor, is_ours: bool) -> None:
+            if told := _misfit(value, own):
+                raise _refusal(f"{what} {told}", loads)
+            if not (is_ours and _is_on(value, own)):
+                values.append((own, value.detach()))
+
+        if not loads:
+            compare(f"the fp32 partition {index}", handles.master, own, True)
+        entry = self._optimizer.state.get(handles.master) or {}
         if not isinstance(entry, dict):
-            raise StateError(f"optimizer.state {where} is now a {_kind(entry)}: put back its dict")
-        for name, handle, own in moments:
-            if name not in entry:
-                raise StateError(
-                    f"optimizer.state {where} has no {name!r} any more, but other entries: assign "
-                    "it, or delete the whole state of this partition to start from fresh moments"
-                )
-            if entry[name] is not handle or not _is_on(handle, own):
-                values.append(
-                    (own, _fitting(entry[name], own, f"optimizer.state {where}, {name!r},"))
-                )
-        if (updates := _as_count(entry.get("step"))) is None:
-            raise StateError(f"optimizer.state {where}, 'step', {_no_count(entry.get('step'))}")
-        if not values and updates == handles.updates:
-            return None
-        return Change(index, values, None if updates == handles.updates else updates)
-
-    def loaded(self) -> list[Change]:
-        """What DeepSpeed has put into the optimizer's state from a checkpoint, for every partition.
-        A moment missing in the checkpoint is zero.
-
-        Raises:
-            CheckpointError: something of it does not fit.
-        """
-        with torch._C._DisableTorchDispatch():
-            return [self._loaded(index, handles) for index, handles in enumerate(self._handles)]
-
-    def _loaded(self, index: int, handles: _Handles) -> Change:
-        where, values = f"optimizer.state of partition {index}", []
-        entry = self._optimizer.state.get(handles.master, {})
-        if not isinstance(entry, dict):
-            raise CheckpointError(f"{where} is a {_kind(entry)}, expected a dict: {LOAD_ANOTHER}")
+            raise _refusal(f"{where} is now a {_kind(entry)}, expected a dict", loads)
         for name, own in handles.state.moments.items():
-            value = entry.get(name)
-            if value is not None and (told := _misfit(value, own)):
-                raise CheckpointError(f"{where}, {name!r}, {told}: {LOAD_ANOTHER}")
-            if value is None or not _is_on(value, own):
-                values.append((own, value))
+            if (value := entry.get(name)) is not None:
+                is_ours = loads or value is handles.moments[name]
+                compare(f"{where}, {name!r},", value, own, is_ours)
+            elif loads or not entry:
+                values.append((own, None))
+            else:
+                raise StateError(
+                    f"{where} has no {name!r} any more, but other entries: assign it, or delete "
+                    "the whole state of this partition to start from fresh moments"
+                )
         step = entry.get("step")
-        if step is None:
+        if step is None and loads:
             step = self._optimizer.param_groups[handles.state.group].get("step") or 0
+        elif not entry:
+            step = 0
         if (count := _as_count(step)) is None:
-            raise CheckpointError(f"{where}, 'step', {_no_count(step)}: {LOAD_ANOTHER}")
-        return Change(index, values, count)
+            expected = "expected how many updates the moments have had"
+            raise _refusal(f"{where}, 'step', is now {step!r}, {expected}", loads)
+        return Change(index, values, count if loads or count != handles.updates else None)
 
 
 def _is_on(tensor: torch.Tensor, own: torch.Tensor) -> bool:
@@ -383,14 +375,10 @@ def _is_on(tensor: torch.Tensor, own: torch.Tensor) -> bool:
     )
 
 
-def _fitting(value: Any, own: torch.Tensor, what: str) -> torch.Tensor:
-    """A value that may replace `own`, as a plain tensor."""
-    if told := _misfit(value, own):
-        raise StateError(
-            f"{what} {told}: put back what was moved away before the next step, save or load"
-        )
-    plain_value: torch.Tensor = value.detach()
-    return plain_value
+def _refusal(text: str, loads: bool) -> CheckpointError | StateError:
+    if loads:
+        return CheckpointError(f"{text}: {LOAD_ANOTHER}")
+    return StateError(f"{text}: put back what was moved away before the next step, save or load")
 
 
 def _misfit(value: Any, own: torch.Tensor) -> str:
@@ -413,10 +401,6 @@ def _as_count(step: Any) -> int | None:
     except (TypeError, ValueError, RuntimeError):
         return None
     return int(count) if 0 <= count < _MOST_UPDATES and count.is_integer() else None
-
-
-def _no_count(step: Any) -> str:
-    return f"is now {step!r}, expected how many updates the moments have had"
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

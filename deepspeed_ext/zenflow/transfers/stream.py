@@ -482,6 +482,8 @@ class Stream:
         Args:
             parts: what is used now; None: everything.
         """
+        if self._up is not None:  # a copy that has started may still write what is filled here
+            get_accelerator().current_stream().wait_stream(self._up)
         for key in self._awaited.keys() - self._lost:
             # Held for longer than its slice: a collected engine ends here when the interpreter
             # does, and torch then aborts on a tensor that only a slice still holds.

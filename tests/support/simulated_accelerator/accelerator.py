@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,6 +27,15 @@ def _check(status: int) -> None:
         raise RuntimeError(f"simulated accelerator error {status}")
 
 
+def _on(function: Callable[..., Any]) -> Any:
+    """`function` of a device's index, None or none for the current one, as a method."""
+    return staticmethod(function)
+
+
+def _constant(value: Any) -> Any:
+    return staticmethod(lambda *args, **kwargs: value)
+
+
 class SimulatedAccelerator(DeepSpeedAccelerator):
     """A device with streams whose work is late. Operators that DeepSpeed compiles are the CPU's."""
 
@@ -36,32 +45,10 @@ class SimulatedAccelerator(DeepSpeedAccelerator):
         self._compile_backend = "eager"
 
     # What it is
-    def is_synchronized_device(self) -> bool:
-        return False
-
-    def use_host_timers(self) -> bool:
-        return False
-
-    def resolves_data_dependency(self) -> bool:
-        return False
-
-    def handles_memory_backpressure(self) -> bool:
-        return False
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
-
-    def is_triton_supported(self) -> bool:
-        return False
+    is_synchronized_device = use_host_timers = resolves_data_dependency = _constant(False)
+    handles_memory_backpressure = is_triton_supported = _constant(False)
+    is_available = is_bf16_supported = is_fp16_supported = _constant(True)
+    supported_dtypes = _constant([torch.float, torch.half, torch.bfloat16])
 
     def communication_backend_name(self) -> str:
         return self._communication_backend_name
@@ -70,41 +57,30 @@ class SimulatedAccelerator(DeepSpeedAccelerator):
         return tensor.device.type == "sim"
 
     # Devices
+    device, set_device, current_device = (
+        _on(sim.device),
+        _on(sim.set_device),
+        _on(sim.current_device),
+    )
+    device_count, synchronize = _on(sim.device_count), _on(sim.synchronize)
+    visible_devices_envs = _constant(["SIMULATED_VISIBLE_DEVICES"])
+    export_envs = _constant([])
+
     def device_name(self, device_index: int | None = None) -> str:
         return "sim" if device_index is None else f"sim:{device_index}"
 
-    def device(self, device_index: int | None = None) -> Any:
-        return sim.device(device_index)
-
-    def set_device(self, device_index: int) -> None:
-        sim.set_device(device_index)
-
-    def current_device(self) -> int:
-        return sim.current_device()
-
     def current_device_name(self) -> str:
         return f"sim:{sim.current_device()}"
-
-    def device_count(self) -> int:
-        return sim.device_count()
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        sim.synchronize(device_index)
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["SIMULATED_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
         current_env["SIMULATED_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
 
-    def export_envs(self) -> list[str]:
-        return []
-
     # Random numbers
-    def random(self) -> Any:
-        return torch.random
+    random = _constant(torch.random)
+    manual_seed, manual_seed_all = _on(sim.manual_seed), _on(sim.manual_seed_all)
+    initial_seed = _on(sim.initial_seed)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         sim.set_rng_state(new_state, sim.current_device() if device_index is None else device_index)
@@ -112,69 +88,22 @@ class SimulatedAccelerator(DeepSpeedAccelerator):
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return sim.get_rng_state(sim.current_device() if device_index is None else device_index)
 
-    def manual_seed(self, seed: int) -> None:
-        sim.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        sim.manual_seed_all(seed)
-
-    def initial_seed(self) -> int:
-        return sim.initial_seed()
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return sim.default_generators[device_index]
 
     # Streams and events
-    @property
-    def Stream(self) -> Any:  # noqa: N802
-        return sim.Stream
-
-    def stream(self, stream: Any) -> Any:
-        return sim.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return sim.current_stream(device_index)
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return sim.default_stream(device_index)
-
-    @property
-    def Event(self) -> Any:  # noqa: N802
-        return sim.Event
+    Stream, Event = sim.Stream, _on(sim.Event)
+    stream, current_stream = _on(sim.stream), _on(sim.current_stream)
+    default_stream = _on(sim.default_stream)
 
     # Memory
-    def empty_cache(self) -> None:
-        sim.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return sim.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return sim.max_memory_allocated(device_index)
-
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        sim.reset_peak_memory_stats(device_index)
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return sim.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return sim.max_memory_reserved(device_index)
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        sim.reset_peak_memory_stats(device_index)
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-        return sim.memory_stats(device_index)
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        sim.reset_peak_memory_stats(device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return sim.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return sim.max_memory_reserved(device_index)
+    empty_cache = _on(sim.empty_cache)
+    memory_allocated = _on(sim.memory_allocated)
+    max_memory_allocated = _on(sim.max_memory_allocated)
+    memory_cached = memory_reserved = _on(sim.memory_reserved)
+    max_memory_cached = max_memory_reserved = _on(sim.max_memory_reserved)
+    reset_max_memory_allocated = reset_max_memory_cached = _on(sim.reset_peak_memory_stats)
+    reset_peak_memory_stats, memory_stats = _on(sim.reset_peak_memory_stats), _on(sim.memory_stats)
 
     def total_memory(self, device_index: int | None = None) -> int:
         return sim.mem_get_info(device_index)[1]
@@ -209,23 +138,9 @@ class SimulatedAccelerator(DeepSpeedAccelerator):
     LongTensor = _tensor_type(torch.long)
 
     # Profiling, graphs, compiling: there is none
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        return
-
-    def range_pop(self, domain: str | None = None) -> None:
-        return
-
-    def lazy_call(self, callback: Any) -> Any:
-        return callback()
-
-    def create_graph(self) -> None:
-        return
-
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        return nullcontext()
-
-    def replay_graph(self, graph: Any) -> None:
-        return
+    range_push = range_pop = create_graph = replay_graph = _constant(None)
+    capture_to_graph = staticmethod(lambda *_, **__: nullcontext())
+    lazy_call = staticmethod(lambda callback: callback())
 
     def get_compile_backend(self) -> str:
         return self._compile_backend

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.errors import CheckpointError
@@ -37,7 +36,7 @@ def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
     """A save that goes on: its files are written."""
-    found = CheckpointFolder(str(folder), tag, SAVED_NAMES, save_id)
+    found = CheckpointFolder(str(folder), tag, save_id)
     found.begin()
     Path(found.staging, "mp_rank_00_model_states.pt").write_text(save_id)
     found.mark()
@@ -146,7 +145,7 @@ def test_a_save_that_is_given_up_leaves_the_older_one_or_else_the_only_copy(
 
 
 def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = CheckpointFolder(str(tmp_path), "tag", SAVED_NAMES)
+    folder = CheckpointFolder(str(tmp_path), "tag")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         folder.require_loadable()
     (tmp_path / "tag").mkdir()

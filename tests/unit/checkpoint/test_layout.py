@@ -146,7 +146,8 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
         "fp32_flat_groups": [torch.zeros(2) for _ in range(3)],
         "optimizer_state_dict": base,
     }
-    saved = SavedPartitions(SimpleNamespace(path="file", content={"optimizer_state_dict": state}))
+    file: Any = SimpleNamespace(path="file", content={"optimizer_state_dict": state})
+    saved = SavedPartitions(file)
     assert saved.group_of_flats == expected
     order = [number for params in groups for number in params]
     assert [scalars["step"] for scalars in saved.scalars] == order
@@ -163,4 +164,4 @@ def test_partitions_with_different_states_do_not_fit_together() -> None:
     )
     target: Any = SimpleNamespace(layout=Layout(1, {}), rank=0)
     with pytest.raises(CheckpointError, match="different optimizer states"):
-        reshard.reshard(saved, target)
+        reshard.Resharding(saved, target, ())

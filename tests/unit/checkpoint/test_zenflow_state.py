@@ -4,7 +4,6 @@ reads theirs."""
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import (
-    full_masters_of,
     make_engine,
     masters_of,
     offload_config,
@@ -118,33 +116,6 @@ def test_zero_to_fp32_gives_masters_not_predictions(stage: int, tmp_path: Path) 
         torch.testing.assert_close(found[name], value, rtol=0.02, atol=5e-3)
 
 
-def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
-    engine = make_engine(config)
-    engine.load_checkpoint(folder, tag="t")
-    adam = engine.optimizer.host_optimizer
-    found = {
-        "updates": adam.state.updates,
-        "weights": weights_of(engine),
-        "masters": masters_of(engine),
-    }
-    found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
-    close(engine)
-    return found
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_other_settings_continue_from_the_exact_weights(stage: int, tmp_path: Path) -> None:
-    before = {"full_warm_up_rounds": 2}
-    run_ranks(1, save_after_7, zenflow_config(stage, **before), str(tmp_path))
-    after = zenflow_config(stage, **before, block_size=64)
-    found = run_ranks(1, load_other_settings, after, str(tmp_path))[0]
-    assert found["updates"] == 7
-    flat = torch.cat([w.flatten() for w in found["weights"].values()])
-    exact = torch.cat([m.bfloat16().float() for m in found["masters"]])
-    assert_same(exact[: flat.numel()], flat)
-    assert max(found["losses"]) < 1.1 * found["losses"][0]
-
-
 def as_of_interval_2(folder: Path) -> None:
     """Copy a checkpoint as an earlier release saved it in the middle of an interval of two steps,
     with a gradient that was not handed over."""
@@ -199,39 +170,6 @@ def test_a_gradient_that_an_earlier_release_had_not_handed_over_is_applied(
         assert_same(rank["expected"], rank["found"])
         assert rank["updates"] == 8
         assert max(rank["losses"]) < 1.1 * rank["losses"][0]
-
-
-def load_module_only(config: dict, folder: str) -> list[str]:
-    """Where a master differs from the loaded weight."""
-    engine = make_engine(config)
-    train(engine, batches(3, 5))
-    engine.load_checkpoint(folder, tag="t", load_module_only=True)
-    stage = engine.zero_optimization_stage()
-    flats = engine.optimizer.fp16_partitioned_groups_flat if stage == 3 else None
-    adam = engine.optimizer.host_optimizer
-    adam.state.drain()
-    found = []
-    for index, partition in enumerate(adam.state.partitions):
-        weights = (
-            flats[index] if flats else engine.optimizer.host_optimizer.state.wholes[index].weights()
-        )
-        found.append(first_difference(weights.float(), partition.master, f"master {index}"))
-    losses = train(engine, batches(3, 6))
-    assert max(losses) < 1.1 * losses[0]
-    close(engine)
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_loading_only_the_module_refreshes_the_masters(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, full_warm_up_rounds=2)
-    run_ranks(2, save_after_7, config, str(tmp_path))
-    assert [
-        found
-        for on_one in run_ranks(2, load_module_only, config, str(tmp_path))
-        for found in on_one
-        if found
-    ] == []
 
 
 def load_universal(config: dict, folder: str) -> dict[str, Any]:
@@ -316,34 +254,6 @@ def test_a_model_saved_beside_a_checkpoint_leaves_it_whole(stage: int, tmp_path:
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     (keys, _) = run_ranks(2, save_beside, config, str(tmp_path))
     assert keys == sorted(OddModel().state_dict())
-
-
-def export(config: dict, folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The model's file, saved as it is and inside of `exact_weights`, and the masters in the
-    model's dtype."""
-    engine, files = make_engine(config), {}
-    train(engine, batches(7, dist.get_rank()))
-    for name, context in (("as it is", nullcontext()), ("exact", engine.optimizer.exact_weights())):
-        with context:
-            engine.save_16bit_model(folder, f"{name}.bin")
-            files[name] = torch.load(Path(folder, f"{name}.bin"), weights_only=True)
-            dist.barrier()
-    names = [name for name, _ in engine.module.named_parameters()]
-    masters = dict(
-        zip(names, [master.bfloat16() for master in full_masters_of(engine)], strict=True)
-    )
-    engine.destroy()
-    return {**files, "masters": masters}
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_export_holds_the_masters(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage)
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    (found, _) = run_ranks(2, export, config, str(tmp_path))
-    for how in ("as it is", "exact"):
-        trained = {name: found[how][name].cpu() for name in found["masters"]}
-        assert_same(trained, found["masters"])
 
 
 def save_where_nothing_can_be(config: dict, folder: str) -> str:

@@ -54,7 +54,7 @@ MISFITS: dict[str, tuple[str, Any, str]] = {
 SECTIONS: dict[str, tuple[Any, Any]] = {
     "version": (None, 99),
     "partitions": (0, {"numel": 1}),
-    "gradients": (0, {"gradients": [torch.zeros(3)]}),
+    "inverse": (0, {"inverse": torch.zeros(3)}),
     "optimizer": (None, "lion"),
 }
 """A key of ZenFlow's state, and a value that the run cannot continue from: of all of it, or of the

@@ -14,6 +14,7 @@ import deepspeed_ext
 from tests.support.hf_trainer import config_file
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
+from tests.support.trainer_saves import Windows, tiny_llama
 from tests.support.zenflow import zenflow_config
 
 pytest.importorskip("transformers")
@@ -21,33 +22,6 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
 SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4, "overlap_step": True}
-
-
-class Windows(torch.utils.data.Dataset):
-    """Sixteen sequences of sixteen tokens."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = (torch.arange(16) * (index % 4 + 1)) % 64
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "max_position_embeddings": 32,
-    }
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return LlamaForCausalLM(
-        LlamaConfig(**sizes, **tokens, num_hidden_layers=2, num_attention_heads=2)
-    )
 
 
 def with_everything(config: str, folder: str) -> dict[str, Any]:

@@ -21,7 +21,14 @@ from tests.support.matrix import cover
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
-from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    distance,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 pytestmark = pytest.mark.sampled(20)
 
@@ -223,23 +230,11 @@ def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-def distance(
-    expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor], start: dict
-) -> float:
-    """Of the two final models, over the distance that the expected one has moved from the start
-    (L2)."""
-    apart = sum(float((actual[name] - value).square().sum()) for name, value in expected.items())
-    moved = sum(
-        float((value - start[name].detach().float()).square().sum())
-        for name, value in expected.items()
-    )
-    return (apart / moved) ** 0.5
-
-
 def test_features_together_train_as_upstream(case: Case) -> None:
     results = run_ranks(case.ranks, both, case)
     torch.manual_seed(1234)
-    start = dict(model_of(case).named_parameters())
+    named = model_of(case).named_parameters()
+    start = {name: param.detach().float() for name, param in named}
     skipped = len(OVERFLOWS) if case.dtype == "fp16" else 0
     for expected, actual in results:
         for name in ("trace", "scale", "accumulation"):

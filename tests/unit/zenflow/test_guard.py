@@ -27,7 +27,7 @@ from tests.support.log import heard
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
-from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -67,7 +67,7 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
 def follow(
     config: dict[str, Any], prediction: float, rank: int
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Of each step, how it computes weights; exact ones are compared with the masters."""
+    """Of each step, how it computes weights; and what the guard says."""
     sources = []
     with (
         probing(1, 2),
@@ -80,11 +80,6 @@ def follow(
             train(engine, [batch])
             trips, exact = schedule.state.guard.trips, schedule.state.guard.synchronous
             sources.append("exact" if exact else "")
-            if exact:
-                flat = torch.cat([weight.flatten() for weight in weights_of(engine).values()])
-                masters = torch.cat([master.bfloat16().float() for master in masters_of(engine)])
-                if dist.get_world_size() == 1:
-                    assert torch.equal(flat, masters[: flat.numel()])
         engine.destroy()
     assert trips == 1
     return sources, log
@@ -170,23 +165,6 @@ def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit
         assert before.applied() + after.applied() == uninterrupted.applied()
         assert first_difference(uninterrupted.weights, after.weights, "weights") == ""
     assert not second[0].synchronous[-1], "steps overlap again at the end"
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0, 1e6])
-def test_another_factor_on_resume_counts_from_there_on(factor: float, tmp_path: Path) -> None:
-    """0 ends what the guard has begun: the next step but one overlaps. Others keep the state; with
-    1e6 small errors end it as before; with 1 they are made too large."""
-    folder = str(tmp_path)
-    config = guarded_config(2, torch.bfloat16)
-    run_ranks(2, run_guarded, config, 0, TRIPPED, large_until=6, save=folder)
-    config = guarded_config(2, torch.bfloat16, prediction_error_factor=factor)
-    first, second = run_ranks(
-        2, run_guarded, config, TRIPPED, 14, large_until=100 if factor == 1.0 else 6, load=folder
-    )
-    assert first.applied() == second.applied()
-    assert all(map(math.isfinite, first.losses))
-    exact = [step for step, source in enumerate(first.sources) if source == "exact"]
-    assert exact == {0.0: [0], 1.0: [*range(8)], 1e6: [0, 1, 2]}[factor]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,85 +75,6 @@ def overlooked(config: dict[str, Any]) -> str:
     found = "; ".join(pair.differences())
     pair.engine.destroy()
     return found
-
-
-# -- the table of the manual: what each handle shows, and what writing does ------------------------
-
-HANDLES: dict[str, Callable[[Pair], list[tuple[str, torch.Tensor]]]] = {
-    "optimizer.state": lambda pair: of_state(pair.engine.optimizer.state),
-    "optimizer.optimizer.state": lambda pair: of_state(pair.engine.optimizer.optimizer.state),
-    "state_dict()": lambda pair: of_state(pair.engine.optimizer.optimizer.state_dict()["state"]),
-    "fp32 partitions": lambda pair: [("fp32", each) for each in pair.ours.masters],
-    "data of fp32 partitions": lambda pair: [("fp32", each.data) for each in pair.ours.masters],
-    "views of fp32 partitions": lambda pair: [
-        ("fp32", each.detach()[1:]) for each in pair.ours.masters
-    ],
-    "param_groups": lambda pair: [
-        ("fp32", each) for group in pair.engine.optimizer.param_groups for each in group["params"]
-    ],
-}
-
-
-def of_state(state: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, entry[name]) for entry in state.values() for name in reached.MOMENTS]
-
-
-def kept_and_read(config: dict[str, Any], name: str) -> list[str]:
-    """Take a handle after the first steps and keep it: how it differs later, when an update is in
-    flight, from what torch has; then write through it, and how the run differs."""
-    pair, draw = Pair(config, "unused"), random.Random(1)
-    pair.begin()
-    for _ in range(3):
-        pair.step(draw)
-    handles = HANDLES[name](pair)
-    wrong = [] if handles or config["zero_optimization"]["stage"] == 3 else ["no handle"]
-    for _ in range(4):
-        pair.step(draw)
-        theirs = [theirs_of(pair, handle) for _, handle in handles]
-        wrong += [
-            f"{kind} of {name}"
-            for (kind, handle), expected in zip(handles, theirs, strict=True)
-            if not torch.allclose(handle.detach(), expected.detach(), rtol=2e-5, atol=2e-6)
-        ]
-        pair.step(draw)
-        with torch.no_grad():
-            for (_, handle), expected in zip(handles, theirs, strict=True):
-                handle.mul_(0.5)
-                expected.mul_(0.5)
-    pair.step(draw)
-    wrong += pair.differences()
-    pair.engine.destroy()
-    return wrong
-
-
-def theirs_of(pair: Pair, handle: torch.Tensor) -> torch.Tensor:
-    """The same part of torch's state."""
-    for index in range(len(pair.theirs.masters)):
-        for kind in ("fp32", *reached.MOMENTS):
-            ours = pair.ours.tensor(index, kind)
-            begin = (handle.data_ptr() - ours.data_ptr()) // 4
-            if 0 <= begin < ours.numel():
-                return pair.theirs.tensor(index, kind).detach()[begin : begin + handle.numel()]
-    raise AssertionError("a handle on other memory")
-
-
-@pytest.mark.parametrize("name", HANDLES)
-@pytest.mark.parametrize(
-    ("stage", "rule"),
-    [
-        (2, "predictive"),
-        (3, "selective"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in ((2, "selective"), (3, "predictive"), (1, "predictive"))
-        ),
-    ],
-)
-def test_a_kept_handle_is_current_and_may_be_written(stage: int, rule: str, name: str) -> None:
-    if stage == 3 and name == "state_dict()":
-        pytest.skip("DeepSpeed's base optimizer has no parameters between steps there")
-    (wrong,) = run_ranks(1, kept_and_read, config_of(stage, rule, torch.float32), name)
-    assert wrong == []
 
 
 def copied_out(config: dict[str, Any]) -> list[str]:
@@ -239,24 +159,3 @@ def test_what_has_no_meaning_is_refused_by_name_and_harms_nothing() -> None:
         in told["params"]
     )
     assert told["afterwards"] == ""
-
-
-def hooked(config: dict[str, Any]) -> list[float]:
-    """The step that the optimizer's hooks see, and how far p is from torch's there."""
-    pair, draw = Pair(config, "unused"), random.Random(1)
-    pair.begin()
-    seen: list[torch.Tensor] = []
-    pair.engine.optimizer.optimizer.register_step_post_hook(
-        lambda *_: seen.append(pair.ours.masters[0].clone())
-    )
-    found = []
-    for _ in range(5):
-        pair.step(draw)
-        found.append(float((seen[-1] - pair.theirs.masters[0]).abs().max()))
-    pair.engine.destroy()
-    return found
-
-
-def test_hooks_of_the_optimizer_see_the_step_that_they_follow() -> None:
-    (found,) = run_ranks(1, hooked, config_of(2, "predictive", torch.float32))
-    assert max(found) < 1e-5

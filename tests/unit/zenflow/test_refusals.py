@@ -10,12 +10,15 @@ from deepspeed_ext.zenflow.optimizers.adam import require_adam
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
-CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
+    'select_strategy = "step" needs select_interval': (
+        2,
+        {"zenflow": {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": "auto"}},
+    ),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),
     'state_dtype = "bfloat16" with update_rule = "selective"': (

@@ -70,7 +70,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @of(BETWEEN, event=[*EVENTS, "any"])
 def test_what_comes_between_steps_changes_nothing(
     name: str,
@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_to_the_bit(
     assert run(variants.resumed, ranks, variant, *how, pool="to resume") == [""] * ranks
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @of(ALIKE, there=[False, True])
 def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
     name: str,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.rules.saved_values import PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import PartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["PredictivePartitionValues"]
@@ -29,8 +28,7 @@ class PredictivePartitionValues(PartitionValues):
     errors: PredictionErrors | None = None
     inverse: torch.Tensor | None = None
 
-    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
-        yield from super().shapes(layout, block_size)
+    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
         if self.inverse is not None:
             numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
-            yield Shape("inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),))
+            yield "inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -37,21 +36,18 @@ class SelectivePartitionValues(PartitionValues):
     last: AdamStep | None = None
     cold_updates: int
 
-    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
-        yield from super().shapes(layout, block_size)
+    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
         if self.mean is not None:
-            yield Shape("mean", self.mean, self.on_host, FLOATS)
+            yield "mean", self.mean, self.on_host, FLOATS
         if (hot := self.hot_blocks) is not None:
             most = min(hot.numel(), self.on_host // block_size)
-            yield Shape("hot_blocks", hot, most, (torch.int64,))
+            yield "hot_blocks", hot, most, (torch.int64,)
 
     @property
     def is_behind(self) -> bool:
         return self.last is not None
 
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
-    ) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
         """Step the cold blocks with the mean of the collected gradients, and let all blocks have
         the hot ones' count."""
         assert self.last is not None, "it is behind"
@@ -68,7 +64,7 @@ class SelectivePartitionValues(PartitionValues):
         if self.mean is not None:
             cold = replace(cold, step=self.cold_updates + 1)
             mean = self.mean[begin : begin + p.numel()]
-            AdamPasses.take_host_step(state, mean, cold, block_size, begin, moment_dtype)
+            AdamPasses.take_host_step(state, mean, cold, block_size, begin, dtype)
         recorrect(m, v, cold, self.last)
         for array, rows in zip(state, kept, strict=True):
             rows_of(array, block_size)[ids] = rows

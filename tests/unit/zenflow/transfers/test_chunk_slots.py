@@ -20,7 +20,6 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
 from tests.support.same import first_difference
-from tests.support.state_access import looking_on
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled()
@@ -154,15 +153,3 @@ def test_a_checkpoint_does_not_know_of_it(loads_chunks: bool, tmp_path: Path) ->
         (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
     )
     assert failed_resumes(1, config, 2, 4, str(tmp_path), "sim", bodies) == []
-
-
-def looked_on(config: dict[str, Any]) -> list[str]:
-    with small_chunks():
-        return looking_on(config)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
-    config = zenflow_config(stage)
-    assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
