@@ -22,11 +22,11 @@ import importlib
 from typing import Any
 
 from deepspeed_ext import errors
-from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores import record_mask
 
 # Before torch: an OpenMP runtime that binds threads
 # would narrow the mask that core binding starts from.
-initial_mask.record()
+record_mask()
 
 __all__ = [
     "__version__",

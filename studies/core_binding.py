@@ -20,8 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from deepspeed_ext.cores.plan import PlanRequest, RankPlan, plan_host
-from deepspeed_ext.cores.report import read_host
+from deepspeed_ext.cores.plan import PlanRequest, RankPlan, plan_host, read_host
 
 WIDTH, WARM_UP = 1024, 3
 
@@ -58,7 +57,7 @@ WAYS = {
 
 def bind(way: Way, cpus: list[int], threads: int) -> None:
     """Bind this process in code."""
-    from deepspeed_ext.cores.binding import ThreadCount
+    from deepspeed_ext.cores.binding import set_threads
     from deepspeed_ext.cores.threads import confine
 
     if way.masks == "main":
@@ -66,7 +65,7 @@ def bind(way: Way, cpus: list[int], threads: int) -> None:
     elif way.masks == "all":
         confine(cpus)
     if way.pool:
-        ThreadCount.change(threads)
+        set_threads(threads)
 
 
 def rank(way: Way, cpus: list[int], threads: int, steps: int, millions: float) -> None:
@@ -154,8 +153,8 @@ def main() -> None:
         cpus = [int(cpu) for cpu in args.cpus.split(",")]
         rank(WAYS[args.way], cpus, int(args.threads), args.steps, args.millions)
         return
-    host = read_host("/", None, [None] * args.ranks)
-    plans = plan_host(host.topology, host.ranks, PlanRequest(separate=False)).ranks
+    topology, ranks, _ = read_host("/", None, [None] * args.ranks)
+    plans = plan_host(topology, ranks, PlanRequest(separate=False)).ranks
     words = ["--steps", str(args.steps), "--millions", str(args.millions)]
     taken = dict[str, list[tuple[float, int]]]()
     for _ in range(args.rounds):

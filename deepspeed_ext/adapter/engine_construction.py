@@ -42,9 +42,9 @@ from deepspeed_ext.runtime.backend import (
     group_timeout_seconds,
     has_host_memory,
     local_rank,
+    single_queue,
 )
-from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.runtime.log import counted, logger, warn_once
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import (
     DeferredError,
@@ -54,7 +54,6 @@ from deepspeed_ext.runtime.ranks import (
     together,
     within,
 )
-from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.held import described
 from deepspeed_ext.zenflow.start import ZenFlowStart

@@ -36,8 +36,8 @@ from deepspeed_ext.gather.launch import (
 from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import log_once, logger, warn_once
-from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+from deepspeed_ext.runtime.timing import in_profile
 
 __all__ = ["SingleParameterGather", "attach", "detach"]
 

@@ -36,7 +36,7 @@ from deepspeed_ext.checkpoint.writer import (
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
-from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.log import logger, one_line
 from deepspeed_ext.runtime.proc import available_host_bytes
 from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import (
@@ -46,7 +46,6 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
-from deepspeed_ext.runtime.words import one_line
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.worker.channel import Patience

@@ -41,7 +41,7 @@ from deepspeed_ext.checkpoint.file import SavedFile, reading, unmarked
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.log import log_once, logger
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted, log_once, logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
     RankGroup,
@@ -49,7 +49,6 @@ from deepspeed_ext.runtime.ranks import (
     rank_list,
     together,
 )
-from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
 __all__ = ["Load", "only_weights"]
 

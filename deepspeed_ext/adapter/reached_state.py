@@ -38,7 +38,7 @@ from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, warn_once
 from deepspeed_ext.runtime.ranks import (
     RankGroup,
     agreed,
@@ -46,7 +46,6 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
-from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer

@@ -21,7 +21,7 @@ from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted
 
 __all__ = ["Resharding", "Target", "load_frozen"]
 

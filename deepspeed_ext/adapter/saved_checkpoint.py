@@ -20,8 +20,8 @@ from deepspeed_ext.checkpoint.file import SavedFile, reading
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted
 from deepspeed_ext.runtime.proc import format_cpulist
-from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
 __all__ = [
     "MASTER",

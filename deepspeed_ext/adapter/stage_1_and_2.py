@@ -35,8 +35,8 @@ from deepspeed_ext.flatten.tiers import Flattener
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.memory import Parked
-from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
+from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.shown_state import nan_like

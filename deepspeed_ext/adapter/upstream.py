@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext.adapter.contract import broken, release
 from deepspeed_ext.errors import UpstreamError
-from deepspeed_ext.runtime import builds, launch
+from deepspeed_ext.runtime import files, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
 from deepspeed_ext.runtime.log import logger
 
@@ -241,12 +240,11 @@ def announced_builds() -> Swap:
 
     @functools.wraps(jit_load)
     def announced(self: OpBuilder, verbose: bool = True) -> Any:
-        for lock in builds.abandoned_locks() if local_rank() == 0 else ():
+        for lock, seconds in files.abandoned_locks() if local_rank() == 0 else ():
             if lock.parent.name == self.name:
-                minutes = (time.time() - lock.stat().st_mtime) / 60
                 logger.warning(
-                    f"waiting for the lock {lock}, {minutes:.0f} minutes old, which a killed build "
-                    "seems to have left: delete it, unless another host builds the operator now"
+                    f"waiting for the lock {lock}, {seconds / 60:.0f} minutes old, which a killed "
+                    "build may have left: delete it, unless the operator is being built now"
                 )
         return jit_load(self, verbose=False)
 

@@ -20,9 +20,8 @@ from deepspeed_ext.adapter.step import AutocastScale, StepDriver
 from deepspeed_ext.adapter.upstream import OffloadStateTypeEnum, later_groups
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
-from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
-from deepspeed_ext.runtime.log import warn_once
-from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, one_line, warn_once
 
 __all__ = [
     "ROOM",

@@ -15,7 +15,7 @@ from pathlib import Path
 from deepspeed_ext.checkpoint.folder import last_written
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
-from deepspeed_ext.runtime.words import one_line
+from deepspeed_ext.runtime.log import one_line
 
 __all__ = ["begin_writing", "remove_reports", "report", "wait_for_reports"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from deepspeed_ext import __version__
-from deepspeed_ext.runtime.words import quoted
+from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["COMMANDS", "CORES", "EXIT_BAD_INPUT", "MEMORY", "numel", "options_of", "parser"]
 
@@ -61,14 +61,12 @@ def positive(text: str) -> float:
 
 def reserved_cores(text: str) -> int | float:
     """A number of cores, or a fraction of them below 1."""
-    from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
-
     if text.isdecimal():
         return whole(1, MAX_CORES)(text)
-    try:
-        return check_reserved_cores(float(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)[:200]) from None
+    expected = "a count of cores (1, 2, ...) or a fraction between 0 and 1"
+    if (value := speed(text, expected)) < 1:
+        return value
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
 
 
 def node(text: str) -> int | None:

@@ -17,16 +17,15 @@ from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
-from deepspeed_ext.runtime import builds
-from deepspeed_ext.runtime.device_queues import single_queue
+from deepspeed_ext.runtime.files import abandoned_locks, operator_folder
 from deepspeed_ext.runtime.launch import plan_launch
+from deepspeed_ext.runtime.log import counted, one_line
 from deepspeed_ext.runtime.proc import (
     available_host_bytes,
     format_cpulist,
     read_cpu_quota_cores,
     total_host_bytes,
 )
-from deepspeed_ext.runtime.words import counted, one_line
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
 
@@ -120,7 +119,7 @@ def check_accelerator() -> Finding:
     if backend.has_host_memory():
         frees = f"{detail}, which is the host's memory: offload frees nothing"
         return frees, backend.SHARED_MEMORY
-    queue, _, remedy = (single_queue(os.environ) or "").partition(". ")
+    queue, _, remedy = (backend.single_queue(os.environ) or "").partition(". ")
     return f"{detail}; {queue}" if queue else detail, remedy
 
 
@@ -179,14 +178,14 @@ def check_adam_kernel() -> Finding:
 def check_operator_cache() -> Finding:
     """Check for locks of killed builds, for which every later process would wait forever,
     silently."""
-    if locks := builds.abandoned_locks():
+    if locks := [lock for lock, _ in abandoned_locks()]:
         operators = ", ".join(lock.parent.name for lock in locks)
         return (
             f"a build of {operators} was killed: its lock stays, and the next one waits for it",
-            f"rm {shlex.join(map(str, locks))}, unless another host builds it now",
+            f"rm {shlex.join(map(str, locks))}, unless it is being built now",
             PROBLEM,
         )
-    return f"{builds.operator_folder()}, no old build locks", ""
+    return f"{operator_folder()}, no old build locks", ""
 
 
 def check_host_memory() -> Finding:
@@ -235,17 +234,17 @@ def check_shared_memory() -> Finding:
 
 def check_cores() -> Finding:
     topology = read_topology()
-    found, quota = find_allowed(topology), read_cpu_quota_cores()
-    cores = usable_cores(topology, found.cpus)
+    allowed, warnings = find_allowed(topology)
+    cores, quota = usable_cores(topology, allowed), read_cpu_quota_cores()
     nodes = counted(len({core.node for core in cores}), "NUMA node")
-    allowed = f"{len(cores)} of {len(topology.cores)} cores allowed"
-    detail = f"{allowed} (CPUs {format_cpulist(found.cpus)}), {nodes}"
-    if quota is not None and quota < len(found.cpus):
+    detail = f"{len(cores)} of {len(topology.cores)} cores allowed"
+    detail += f" (CPUs {format_cpulist(allowed)}), {nodes}"
+    if quota is not None and quota < len(allowed):
         raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
         limited = f"a quota of {quota:g} cores of CPU time"
         return f"{detail}; {limited}", f"plans use no more cores than the quota; {raised}"
-    if found.warnings:
-        return f"{detail}; {found.warnings[0]}", "see the message"
+    if warnings:
+        return f"{detail}; {warnings[0]}", "see the message"
     shared = "PyTorch and the optimizer share one core: give the job at least two per rank"
     return detail, shared if len(cores) < 2 else ""
 

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_ext.commands.arguments import (
@@ -20,7 +21,7 @@ from deepspeed_ext.commands.arguments import (
     parser,
 )
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
-from deepspeed_ext.runtime.words import quoted
+from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["main"]
 
@@ -121,15 +122,15 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_cores(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.cores.plan import PlanRequest, plan_host
-    from deepspeed_ext.cores.report import plan_text, read_host
+    from deepspeed_ext.cores.plan import PlanRequest, plan_host, plan_text, read_host
 
     root = "/" if arguments.root is None else arguments.root
-    host = read_host(root, arguments.allowed, arguments.gpu_node)
+    topology, ranks, warnings = read_host(root, arguments.allowed, arguments.gpu_node)
     on_cpu = bool(arguments.on_cpu) or (root == "/" and os.environ.get("DS_ACCELERATOR") == "cpu")
     request = PlanRequest(arguments.pt_reserved_cores, arguments.optimizer_cores, on_cpu=on_cpu)
-    plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
-    print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
+    plan = plan_host(topology, ranks, request)
+    plan = replace(plan, warnings=warnings + plan.warnings)
+    print(json.dumps(plan.as_json()) if arguments.json else plan_text(topology, plan))
     return 0
 
 

@@ -23,9 +23,8 @@ import psutil
 
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.log import counted, logger
 from deepspeed_ext.runtime.process import python_command
-from deepspeed_ext.runtime.words import counted
 
 __all__ = ["CHECKS", "MARK", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
 

@@ -26,8 +26,8 @@ from deepspeed_ext.commands.verify import CHECKS, PLAN
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import section_of
 from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import one_line
 from deepspeed_ext.runtime.process import end_with_parent
-from deepspeed_ext.runtime.words import one_line
 
 __all__ = ["Rank", "main"]
 

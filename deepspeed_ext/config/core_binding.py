@@ -5,7 +5,6 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, StrictFloat, StrictInt
 
 from deepspeed_ext.config.section import ConfigSection
-from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
 
 __all__ = ["CoreBindingConfig", "ReservedCores"]
 
@@ -13,15 +12,16 @@ MOST_CORES = 2**16
 """More than a Linux host can have (``NR_CPUS``)."""
 
 
-def _few_enough(cores: int | float) -> int | float:
-    if cores > MOST_CORES:
-        raise ValueError(f"expected at most {MOST_CORES} cores, got {cores}")
-    return cores
+def _number_of_cores(value: int | float) -> int | float:
+    if not (1 <= value <= MOST_CORES if isinstance(value, int) else 0.0 < value < 1.0):
+        raise ValueError(
+            f"expected a count of 1 to {MOST_CORES} cores as a whole number, or a fraction of the "
+            f"cores above 0 and below 1, got {value}"
+        )
+    return value
 
 
-ReservedCores = Annotated[
-    StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)
-]
+ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_number_of_cores)]
 """Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly
 between 0 and 1."""
 

@@ -2,8 +2,42 @@
 
 `topology` reads facts from a directory tree, and `plan` computes a plan from them, without torch,
 DeepSpeed or system calls. `threads` sets masks; `binding` agrees on the plan among ranks and holds
-the object that an engine uses. `report` serves commands, and `initial_mask` runs before torch is
-imported.
+the object that an engine uses.
 
-Importing this package imports nothing else, so recording the initial mask is cheap.
+The package itself records which CPUs this process may use, before torch's OpenMP runtime or core
+binding narrows its masks. So importing it imports nothing else.
 """
+
+import os
+import sys
+
+__all__ = ["initial_mask", "keep_mask", "present_mask", "record_mask"]
+
+_initial: frozenset[int] | None = None
+_before_binding: frozenset[int] | None = None
+
+
+def record_mask() -> None:
+    """Record the calling thread's mask, once, unless torch was imported before. Takes
+    microseconds."""
+    global _initial
+    if _initial is None and "torch" not in sys.modules:
+        _initial = present_mask() or None
+
+
+def keep_mask(cpus: frozenset[int] | None) -> None:
+    """Keep the CPUs that were allowed before core binding, for as long as it is in force; None: it
+    has ended."""
+    global _before_binding
+    _before_binding = cpus
+
+
+def initial_mask() -> frozenset[int] | None:
+    """Return the mask that `record_mask` saw, otherwise the CPUs kept by `keep_mask`; None if torch
+    was imported first and nothing is bound, or the platform has no affinity masks."""
+    return _initial if _initial is not None else _before_binding
+
+
+def present_mask() -> frozenset[int]:
+    """Return the calling thread's mask; empty if the platform has no affinity masks."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()

@@ -19,45 +19,37 @@ import multiprocessing
 import os
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import initial_mask
-from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
-from deepspeed_ext.cores.report import plan_text
-from deepspeed_ext.cores.threads import (
-    Masks,
-    WorkerPlacement,
-    confine,
-    outside,
-    restore,
-    thread_masks,
+from deepspeed_ext.cores.plan import (
+    HostPlan,
+    PlanRequest,
+    RankFacts,
+    RankPlan,
+    plan_host,
+    plan_text,
 )
+from deepspeed_ext.cores.threads import WorkerPlacement, confine, outside, own_masks, restore
 from deepspeed_ext.cores.topology import (
     Topology,
     find_allowed,
     omp_binding,
     read_accelerator_node,
-    read_online,
     read_topology,
 )
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import is_off, logger, warn_once
-from deepspeed_ext.runtime.proc import (
-    format_cpulist,
-    host_id,
-    read_cpu_quotas,
-    read_cpuset,
-    read_text,
-)
+from deepspeed_ext.runtime.log import counted, is_off, logger, one_line, warn_once
+from deepspeed_ext.runtime.proc import format_cpulist, host_id, read_cpu_quotas, read_text
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
-from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Agreement", "CoreBinding", "RankReport", "agree", "pci_address", "report_rank"]
 
@@ -84,19 +76,13 @@ class Agreement:
     """None if this rank stays unbound."""
     host: HostPlan | None
     """Plan of this rank's host; None if the host stays unbound."""
-    topology: Topology | None
-    """This rank's host; None if it cannot be read."""
+    summary: str = "unbound"
+    """The CPUs of each rank of this host, for a log."""
     warnings: tuple[str, ...] = ()
     leads_host: bool = True
     """Whether this rank logs for its host."""
     request: PlanRequest = field(default_factory=PlanRequest)
     """What the plan was asked for."""
-
-    def summary(self) -> str:
-        """Describe the CPUs of each rank of this host, for a log."""
-        if self.host is None or self.topology is None:
-            return "unbound"
-        return plan_text(self.topology, self.host)
 
 
 def report_rank(
@@ -125,10 +111,9 @@ def report_rank(
     try:
         if disabled is None:
             topology = read_topology(root)
-            found = find_allowed(topology, root)
-            warnings = found.warnings
+            allowed, warnings = find_allowed(topology, root)
             node = read_accelerator_node(topology, pci_address, root) if pci_address else None
-            facts = RankFacts(local_rank, found.cpus, node, read_cpu_quotas(root))
+            facts = RankFacts(local_rank, allowed, node, read_cpu_quotas(root))
     except (UnsupportedError, OSError) as unreadable:
         topology, warnings = None, (str(unreadable),)
     digest = topology.digest() if topology else None
@@ -153,21 +138,20 @@ def agree(
         RankError: on every rank, if a host cannot be planned.
     """
     require_same_plan("core binding", request, ranks)
-    found = ranks.gather_among(mine.boot_id, mine).values()
+    found = [peer for peer in ranks.gather_objects(mine) if peer.boot_id == mine.boot_id]
     with together(ranks):
         peers = sorted(found, key=lambda peer: (peer.facts.local_rank, peer.rank))
         position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
-        unbound = Agreement(None, None, topology, warnings, position == 0, request)
         if problem := _why_unbound(peers):
-            return replace(
-                unbound, warnings=(*warnings, f"no core binding on this host: {problem}")
-            )
+            warnings = (*warnings, f"no core binding on this host: {problem}")
+            return Agreement(None, None, "unbound", warnings, position == 0, request)
         # Local ranks may repeat (ranks started by hand, several containers); positions do not.
         facts = [replace(peer.facts, local_rank=index) for index, peer in enumerate(peers)]
         assert topology is not None, "its digest is that of every rank"
         host = plan_host(topology, facts, request)
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
-        return replace(unbound, mine=plan, host=host, warnings=(*warnings, *host.warnings))
+        text, warnings = plan_text(topology, host), (*warnings, *host.warnings)
+        return Agreement(plan, host, text, warnings, position == 0, request)
 
 
 def _why_unbound(peers: Sequence[RankReport]) -> str:
@@ -186,76 +170,63 @@ def pci_address() -> str | None:
 
     A failure is a warning, because a plan needs no address.
     """
-    interface = getattr(torch, "accelerator", None)  # torch 2.6
-    if get_accelerator().device_name() == "cpu" or interface is None:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
         return None
     try:
-        if not interface.is_available():
-            return None
-        module = torch.get_device_module(interface.current_accelerator())
-        read_properties = getattr(module, "get_device_properties", lambda index: None)
-        properties = read_properties(interface.current_device_index())
-        parts = [
-            getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
-        ]
-        if not all(isinstance(part, int) for part in parts):
-            return None
-        domain, bus, device = parts
-        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+        module: Any = torch.get_device_module(accelerator.device_name())
+        properties = module.get_device_properties(accelerator.current_device())
+        parts = [getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")]
+    except AttributeError:
+        return None
     except Exception as error:  # drivers raise errors of any kind
         warn_once(
-            f"core binding: the accelerator's PCI address cannot be read ({type(error).__name__}: "
-            f"{error}); plans do not take its NUMA node into account"
+            f"core binding: the accelerator's PCI address cannot be read ({one_line(error)}); "
+            "plans do not take its NUMA node into account"
         )
         return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # torch splits elementwise work into pieces of at least this many elements.
 _GRAIN_ELEMENTS = 32768
-# A process may have 65530 mappings, each with a path.
-_MAPS_LIMIT_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class ThreadCount:
-    """Thread counts to restore: torch's, each loaded OpenMP runtime's, and the environment
-    variables that later runtimes and processes read."""
+def set_threads(threads: int) -> Callable[[], None]:
+    """Use ``threads`` threads from now on: in torch, in each loaded OpenMP runtime, and in the
+    environment variables that later runtimes and processes read.
 
-    torch_threads: int
-    runtimes: dict[str, int]
-    environment: dict[str, str | None]
+    torch applies the count in all threads; another OpenMP runtime applies it in the calling thread
+    only.
 
-    @classmethod
-    def change(cls, threads: int) -> "ThreadCount":
-        """Use ``threads`` threads from now on, and return the previous counts.
+    Returns:
+        A function that restores the previous counts and variables.
+    """
+    torch_threads = torch.get_num_threads()
+    runtimes = {path: library.omp_get_max_threads() for path, library in _loaded()}
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
 
-        torch applies the count in all threads; another OpenMP runtime applies it in the calling
-        thread only.
-        """
-        before = cls(
-            torch.get_num_threads(),
-            {path: library.omp_get_max_threads() for path, library in _loaded()},
-            {name: os.environ.get(name) for name in _VARIABLES},
-        )
-        torch.set_num_threads(threads)
-        for _, library in _loaded():
-            library.omp_set_num_threads(threads)
-        for name in _VARIABLES:
-            os.environ[name] = str(threads)
-        return before
+    def undo() -> None:
+        _set_counts(torch_threads, lambda path: runtimes.get(path, torch_threads), variables)
 
-    def restore(self) -> None:
-        """Restore the counts and the environment variables."""
-        torch.set_num_threads(self.torch_threads)
-        for path, library in _loaded():
-            library.omp_set_num_threads(self.runtimes.get(path, self.torch_threads))
-        for name, value in self.environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    _set_counts(threads, lambda path: threads, dict.fromkeys(_VARIABLES, str(threads)))
+    return undo
+
+
+def _set_counts(
+    torch_threads: int, of_runtime: Callable[[str], int], variables: Mapping[str, str | None]
+) -> None:
+    torch.set_num_threads(torch_threads)
+    for path, library in _loaded():
+        library.omp_set_num_threads(of_runtime(path))
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def start_pool(threads: int) -> None:
@@ -266,7 +237,7 @@ def start_pool(threads: int) -> None:
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
     """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc
     cannot be read."""
-    lines = (read_text(Path("/proc/self/maps"), _MAPS_LIMIT_BYTES) or "").splitlines()
+    lines = (read_text(Path("/proc/self/maps")) or "").splitlines()
     for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
         try:
             yield path, ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -278,18 +249,14 @@ def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
 class _Before:
     """State of the threads before any binding."""
 
-    masks: Masks
-    counts: ThreadCount | None = None
+    masks: Mapping[int, frozenset[int]]
+    restore_counts: Callable[[], None] | None = None
     """None: not changed yet."""
 
 
 _plans: list[RankPlan] = []
+"""Of the bindings of this process, the oldest first: its threads follow the last one."""
 _before: _Before | None = None
-
-
-def _in_force() -> RankPlan | None:
-    """Return the plan that this process's threads follow; None if they are unbound."""
-    return _plans[-1] if _plans else None
 
 
 def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
@@ -304,14 +271,13 @@ def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
         OSError: the kernel refused, or does not report the threads' masks.
     """
     global _before
-    previous = _in_force()
     # Append first: the garbage collector may call `_release_threads` for another engine at any
     # point.
     _plans.append(plan)
     if _before is None:
-        _before = _Before(thread_masks())
-        initial_mask.keep(allowed)
-    elif previous != plan:
+        _before = _Before(own_masks())
+        masks.keep_mask(allowed)
+    elif _plans[-2:-1] != [plan]:
         restore(_before.masks)
     _apply(plan, _before)
 
@@ -319,8 +285,8 @@ def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
 def _apply(plan: RankPlan, before: _Before) -> None:
     setting = omp_binding(os.environ)
     _confine(plan)
-    counts = ThreadCount.change(plan.pytorch_threads)
-    before.counts = before.counts or counts
+    restore_counts = set_threads(plan.pytorch_threads)
+    before.restore_counts = before.restore_counts or restore_counts
     if setting is not None:
         warn_once(
             f"core binding: {setting} makes OpenMP bind threads itself. "
@@ -343,24 +309,23 @@ def _release_threads(plan: RankPlan) -> None:
     global _before
     if plan not in _plans:
         return
-    ended = _in_force()
+    ended = _plans[-1]
     _plans.remove(plan)
-    left = _in_force()
-    if left == ended or _before is None:
+    if _plans[-1:] == [ended] or _before is None:
         return
     restore(_before.masks)
-    if left is not None:
+    if _plans:
         try:
-            _apply(left, _before)
+            _apply(_plans[-1], _before)
         except Exception as error:
             logger.warning(
                 "core binding: cannot confine the threads "
-                f"to CPUs {list(left.pytorch)} again ({error})"
+                f"to CPUs {list(_plans[-1].pytorch)} again ({error})"
             )
         return
-    if _before.counts is not None:
-        _before.counts.restore()
-    initial_mask.keep(None)
+    if _before.restore_counts is not None:
+        _before.restore_counts()
+    masks.keep_mask(None)
     _before = None
 
 
@@ -432,12 +397,12 @@ class CoreBinding:
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:
-            logger.info(f"core binding, dry run:\n{binding.agreement.summary()}")
+            logger.info(f"core binding, dry run:\n{binding.agreement.summary}")
             binding.plan = None
         if binding.plan is not None:
             binding._bind_threads(binding.plan, report.facts.allowed)
         if binding.plan is not None and binding.agreement.leads_host:
-            logger.debug(f"core binding:\n{binding.agreement.summary()}")
+            logger.debug(f"core binding:\n{binding.agreement.summary}")
         return binding
 
     @property
@@ -476,24 +441,25 @@ class CoreBinding:
         self.is_refreshed = True
         if self.plan is not None:
             try:
-                _confine(_in_force() or self.plan)
+                _confine(_plans[-1] if _plans else self.plan)
             except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
-        for text in (found, self._loader_advice(self.plan) if self.plan is not None else ""):
+        for text in (found, self._loader_advice()):
             if text:
                 warn_once(f"core binding: {text}")
         return found
 
-    def _loader_advice(self, plan: RankPlan) -> str:
+    def _loader_advice(self) -> str:
         """Advice if data loader workers share too few cores with PyTorch; else "".
 
         The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
         that this process started through multiprocessing.
         """
-        request = self.agreement.request
+        plan, request = self.plan, self.agreement.request
+        is_given = request.pt_reserved_cores is not None or request.optimizer_cores is not None
         loaders = sum(child.daemon for child in multiprocessing.active_children())
-        if not plan.optimizer or request.is_split_given or plan.pytorch_threads > loaders:
+        if plan is None or not plan.optimizer or is_given or plan.pytorch_threads > loaders:
             return ""
         return (
             f"{loaders} data loader processes share {plan.pytorch_threads} cores with PyTorch. If "
@@ -502,32 +468,22 @@ class CoreBinding:
         )
 
     def verify(self, worker_pid: int | None = None) -> str:
-        """Say which threads may run outside the plan, and which planned CPUs are gone; "" if all is
-        well.
+        """Say which threads may run outside the plan; "" if all is well.
 
         Args:
             worker_pid: process id of the optimizer process; None if there is none.
         """
         if self.plan is None:
             return ""
-        problems = []
-        planned = frozenset((_in_force() or self.plan).pytorch)
-        lost = planned - ((read_cpuset() or planned) & (read_online() or planned))
-        if lost:
-            problems.append(
-                f"CPUs {format_cpulist(lost)} of the plan have gone offline or left this "
-                "job's cpuset, and their threads share the remaining CPUs: start the job again"
-            )
-        worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
-        stray = {"this process": outside(planned), "the optimizer process": worker}
-        for name, masks in stray.items():
-            if masks:
-                cpus = format_cpulist(frozenset().union(*masks.values()))
-                problems.append(
-                    f"{counted(len(masks), 'thread')} of {name} may run outside the plan, on "
-                    f"CPUs {cpus}"
-                )
-        return "; ".join(problems)
+        stray = {"this process": outside((_plans[-1] if _plans else self.plan).pytorch)}
+        if worker_pid is not None:
+            stray["the optimizer process"] = outside(self.plan.optimizer, worker_pid)
+        return "; ".join(
+            f"{counted(len(found), 'thread')} of {name} may run outside the plan, on CPUs "
+            f"{format_cpulist(frozenset().union(*found.values()))}"
+            for name, found in stray.items()
+            if found
+        )
 
     def restore(self) -> None:
         """Restore the masks and thread counts from before `start`. If another binding of this

@@ -1,5 +1,5 @@
 """Plans which CPUs of one host each rank's PyTorch threads and optimizer get: a pure function of
-plain facts.
+plain facts. `read_host` and `plan_text` serve commands, which run no ranks.
 
 Ranks with the same CPUs divide them. Each NUMA node takes as many of the ranks as its cores allow
 evenly, those whose accelerator is on it first, and gives each an equal slice of whole cores; so a
@@ -14,14 +14,15 @@ optimizer gets one hardware thread of each remaining core, because its pass is m
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
+from pathlib import Path
 
-from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
-from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION, check_reserved_cores
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.cores.topology import Core, Topology, find_allowed, read_topology
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.log import counted
+from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist, parse_cpulist, read_cpu_quotas
 
 __all__ = [
     "HostPlan",
@@ -29,10 +30,15 @@ __all__ = [
     "RankFacts",
     "RankPlan",
     "plan_host",
+    "plan_text",
+    "read_host",
     "split_cores",
     "usable_cores",
     "within_quota",
 ]
+
+Usable = Mapping[Core, tuple[int, ...]]
+"""The cores that a rank may use, each with its allowed CPUs, in node-major order."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asks for.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What the user asks for."""
 
     pt_reserved_cores: int | float | None = None
     """Cores of a rank kept for PyTorch: a count or a fraction. None: see `split_cores`."""
@@ -67,17 +69,6 @@ class PlanRequest:
     split."""
     on_cpu: bool = False
     """The CPU is the accelerator."""
-
-    @property
-    def is_split_given(self) -> bool:
-        """Whether the split of a rank's cores was configured."""
-        return self.pt_reserved_cores is not None or self.optimizer_cores is not None
-
-    def __post_init__(self) -> None:
-        if self.pt_reserved_cores is not None:
-            check_reserved_cores(self.pt_reserved_cores)
-        if self.optimizer_cores is not None and self.optimizer_cores < 1:
-            raise ValueError(f"the optimizer needs at least 1 core, got {self.optimizer_cores}")
 
 
 @dataclass(frozen=True)
@@ -148,11 +139,9 @@ def plan_host(
     return _HostPlanner(topology, ordered, request or PlanRequest()).run()
 
 
-def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tuple[int, ...]]:
-    """Return the cores that a rank may use, each with its allowed CPUs, in node-major order.
-
-    Isolated CPUs and low-power cores are left out unless the rank has no others.
-    """
+def usable_cores(topology: Topology, allowed: frozenset[int]) -> Usable:
+    """Return the cores that a rank may use. Isolated CPUs and low-power cores are left out unless
+    the rank has no others."""
     allowed = allowed - topology.isolated - topology.low_power or allowed
     usable = {
         core: tuple(pu for pu in core.pus if pu in allowed)
@@ -161,12 +150,16 @@ def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tupl
     return {core: pus for core, pus in usable.items() if pus}
 
 
-@dataclass
 class _HostPlanner:
-    topology: Topology
-    ranks: Sequence[RankFacts]
-    request: PlanRequest
-    warnings: list[str] = field(default_factory=list)
+    """Plans the ranks of one host, in the order of their local ranks."""
+
+    def __init__(
+        self, topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest
+    ) -> None:
+        self.topology = topology
+        self.ranks = ranks
+        self.request = request
+        self.warnings: list[str] = []
 
     def run(self) -> HostPlan:
         groups: dict[tuple[tuple[Core, tuple[int, ...]], ...], list[RankFacts]] = {}
@@ -184,18 +177,14 @@ class _HostPlanner:
             else:
                 plans += self._plan_group(members, dict(items))
         plans.sort(key=lambda plan: plan.local_rank)
-        self._warn_about_flags(plans)
-        self._warn_unbound(overlapping, "their CPUs overlap only in part", ", or all the same ones")
-        self._warn_unbound(uneven, "they would divide cores of different speeds", "")
+        self._warn(plans, overlapping, uneven)
         unbound = tuple(sorted(overlapping + uneven))
         idle = () if unbound else self._idle(plans)
         if idle:
             self.warnings.append(f"CPUs {format_cpulist(idle)} stay idle")
         return HostPlan(tuple(plans), unbound, idle, tuple(self.warnings))
 
-    def _plan_group(
-        self, ranks: Sequence[RankFacts], usable: dict[Core, tuple[int, ...]]
-    ) -> Iterator[RankPlan]:
+    def _plan_group(self, ranks: Sequence[RankFacts], usable: Usable) -> Iterator[RankPlan]:
         """Plan ranks that may use the same cores."""
         cores = list(usable)
         if len(cores) < len(ranks):
@@ -249,32 +238,19 @@ class _HostPlanner:
         return min((quota.cores / sharers[quota.group] for quota in rank.quotas), default=None)
 
     def _on_own_cores(
-        self,
-        rank: RankFacts,
-        cores: Sequence[Core],
-        usable: dict[Core, tuple[int, ...]],
-        whose: str,
+        self, rank: RankFacts, cores: Sequence[Core], usable: Usable, whose: str
     ) -> RankPlan:
-        training, optimizer = len(cores), 0
-        if self.request.separate:
-            reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
-            training, optimizer = split_cores(
-                len(cores), reserved, limit, on_cpu=self.request.on_cpu
-            )
-            for role, got, wanted in (
-                ("its optimizer", optimizer, limit),
-                ("PyTorch", training, reserved),
-            ):
-                if isinstance(wanted, int) and wanted > got:
-                    self.warnings.append(
-                        f"local rank {rank.local_rank} has {counted(len(cores), 'core')}: "
-                        f"{role} gets {got} instead of {wanted}"
-                    )
+        training, optimizer, why = self._split(rank, len(cores))
         rest = cores[training:]
         by_node = ([core for core in rest if core.node == other.node] for other in rest)
         chosen = next((part for part in by_node if len(part) >= optimizer), rest)[:optimizer]
         nodes = {core.node for core in chosen or cores[:1]}
-        home = cores[0].node
+        home, wanted = cores[0].node, rank.accelerator_node
+        where = f"on node {home}"
+        if wanted == home:
+            where += ", the accelerator's"
+        elif wanted is not None:
+            where += f"; the accelerator's node {wanted} has no cores or no room"
         return RankPlan(
             local_rank=rank.local_rank,
             pytorch=tuple(sorted(pu for core in cores[:training] for pu in usable[core])),
@@ -283,8 +259,31 @@ class _HostPlanner:
             numa_node=home,
             optimizer_node=min(nodes) if len(nodes) == 1 else -1,
             flags=(*(["split"] if len(nodes) > 1 else []), *self._common_flags(rank)),
-            reason=f"{whose}; {_why_home(rank, home)}; {self._why_split()}",
+            reason=f"{whose}; {where}; {why}",
         )
+
+    def _split(self, rank: RankFacts, total: int) -> tuple[int, int, str]:
+        """PyTorch's cores, the optimizer's, and why."""
+        reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
+        if not self.request.separate:
+            return total, 0, "the optimizer runs on the trainer's threads"
+        training, optimizer = split_cores(total, reserved, limit, on_cpu=self.request.on_cpu)
+        for role, got, wanted in (
+            ("its optimizer", optimizer, limit),
+            ("PyTorch", training, reserved),
+        ):
+            if isinstance(wanted, int) and wanted > got:
+                self.warnings.append(
+                    f"local rank {rank.local_rank} has {counted(total, 'core')}: "
+                    f"{role} gets {got} instead of {wanted}"
+                )
+        if reserved is not None:
+            return training, optimizer, f"{reserved} kept for PyTorch as requested"
+        if limit is not None:
+            return training, optimizer, f"{limit} for the optimizer as requested"
+        kept = "half" if self.request.on_cpu else "few"
+        beside = "" if self.request.on_cpu else " beside an accelerator"
+        return training, optimizer, f"{kept} kept for PyTorch{beside}"
 
     def _on_one_core(
         self, rank: RankFacts, core: Core, pus: tuple[int, ...], *, is_crowded: bool
@@ -312,46 +311,39 @@ class _HostPlanner:
             flags.append("isolated")
         return flags
 
-    def _why_split(self) -> str:
-        if not self.request.separate:
-            return "the optimizer runs on the trainer's threads"
-        if self.request.pt_reserved_cores is not None:
-            return f"{self.request.pt_reserved_cores} kept for PyTorch as requested"
-        if self.request.optimizer_cores is not None:
-            return f"{self.request.optimizer_cores} for the optimizer as requested"
-        if self.request.on_cpu:
-            return "half kept for PyTorch"
-        return "few kept for PyTorch beside an accelerator"
-
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
         core_of = self.topology.core_of
         used = {core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)}
         allowed = frozenset().union(*(rank.allowed for rank in self.ranks))
         return tuple(sorted(cpu for cpu in allowed & core_of.keys() if core_of[cpu] not in used))
 
-    def _warn_unbound(self, local_ranks: Sequence[int], why: str, or_else: str) -> None:
-        if local_ranks:
-            self.warnings.append(
-                f"local ranks {format_cpulist(local_ranks)} stay unbound, because {why}: "
-                f"give each rank its own CPUs{or_else}"
-            )
-
-    def _warn_about_flags(self, plans: Sequence[RankPlan]) -> None:
-        texts = {
-            "shared": (
-                "must share a core between its roles or with other ranks: give the job more cores"
-            ),
-            "smt": "has one core: PyTorch and the optimizer run on its two hardware threads",
-            "throttle_risk": (
-                "has a CPU quota below two cores per rank and may be throttled: raise the quota"
-            ),
-            "isolated": "has only isolated CPUs: each thread is pinned to one of them",
-        }
-        for flag, text in texts.items():
+    def _warn(
+        self, plans: Sequence[RankPlan], overlapping: Sequence[int], uneven: Sequence[int]
+    ) -> None:
+        for flag, text in _FLAG_WARNINGS.items():
             flagged = [str(plan.local_rank) for plan in plans if flag in plan.flags]
             if flagged:
                 which = "local rank" if len(flagged) == 1 else "each of local ranks"
                 self.warnings.append(f"{which} {', '.join(flagged)} {text}")
+        for unbound, why, or_else in (
+            (overlapping, "their CPUs overlap only in part", ", or all the same ones"),
+            (uneven, "they would divide cores of different speeds", ""),
+        ):
+            if unbound:
+                self.warnings.append(
+                    f"local ranks {format_cpulist(unbound)} stay unbound, because {why}: "
+                    f"give each rank its own CPUs{or_else}"
+                )
+
+
+_FLAG_WARNINGS = {
+    "shared": "must share a core between its roles or with other ranks: give the job more cores",
+    "smt": "has one core: PyTorch and the optimizer run on its two hardware threads",
+    "throttle_risk": (
+        "has a CPU quota below two cores per rank and may be throttled: raise the quota"
+    ),
+    "isolated": "has only isolated CPUs: each thread is pinned to one of them",
+}
 
 
 def _seated(
@@ -389,14 +381,9 @@ def _seated(
     return [sorted(members) for members in seated]
 
 
-def _why_home(rank: RankFacts, home: int) -> str:
-    if rank.accelerator_node is None:
-        return f"on node {home}"
-    if rank.accelerator_node == home:
-        return f"on node {home}, the accelerator's"
-    return f"on node {home}; the accelerator's node {rank.accelerator_node} has no cores or no room"
-
-
+DEFAULT_RESERVED_FRACTION = 0.5
+"""Fraction of a rank's cores kept for PyTorch by default if the CPU is the accelerator, and
+DeepSpeed's default for ``pt_reserved_cores_perc``."""
 FEWEST_BESIDE, MOST_BESIDE, ONE_OF = 2, 4, 8
 """Beside an accelerator PyTorch keeps one in `ONE_OF` cores, within these bounds, for kernel
 launches, autograd, the courier thread and the communication library."""
@@ -425,7 +412,9 @@ def split_cores(
         return 1, 1
     most = total - 1 if optimizer is None else max(1, total - optimizer)
     if reserved is None:
-        reserved = _unless_given(total, on_cpu) if optimizer is None else most
+        beside = max(FEWEST_BESIDE, min(total // ONE_OF, MOST_BESIDE))
+        unless_given = DEFAULT_RESERVED_FRACTION if on_cpu else beside
+        reserved = unless_given if optimizer is None else most
     if isinstance(reserved, float):
         # Round first: in binary, 0.07 * 100 is slightly above 7, and the ceiling must still be 7.
         reserved = math.ceil(round(reserved * total, 9))
@@ -434,14 +423,99 @@ def split_cores(
     return training, left if optimizer is None else min(left, optimizer)
 
 
-def _unless_given(total: int, on_cpu: bool) -> int | float:
-    """PyTorch's cores if no number was configured or measured."""
-    if on_cpu:
-        return DEFAULT_RESERVED_FRACTION
-    return max(FEWEST_BESIDE, min(total // ONE_OF, MOST_BESIDE))
-
-
 def within_quota(total: int, quota_cores: float | None) -> int:
     """Reduce a rank's ``total`` cores to what its share of a CPU quota can keep busy, but not below
     two."""
     return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))
+
+
+def read_host(
+    root: Path | str,
+    allowed: Sequence[str] | None = None,
+    accelerator_nodes: Sequence[int | None] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Topology, tuple[RankFacts, ...], tuple[str, ...]]:
+    """Read the host below ``root`` for the given local ranks.
+
+    Args:
+        root: directory that holds ``sys`` and ``proc``.
+        allowed: CPU list of each local rank. None: every rank may use this process's CPUs.
+        accelerator_nodes: NUMA node of each local rank's accelerator. None: unknown.
+        environ: environment variables; by default this process's own.
+
+    Returns:
+        The arguments of `plan_host`, and warnings.
+
+    Raises:
+        ConfigError: the arguments contradict each other or the host.
+        UnsupportedError: ``root`` does not describe a host.
+    """
+    if not Path(root).is_dir():
+        raise ConfigError(f"--root {root} is not a directory; give the one that holds sys and proc")
+    topology = read_topology(root)
+    if allowed and accelerator_nodes and len(allowed) != len(accelerator_nodes):
+        raise ConfigError(
+            f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes "
+            "(--gpu-node): give each option once per local rank"
+        )
+    number = len(allowed or accelerator_nodes or [None])
+    nodes = accelerator_nodes or [None] * number
+    for node in nodes:
+        if node is not None and topology.nodes and node not in topology.nodes:
+            raise ConfigError(
+                f"--gpu-node {node}: this host has no such NUMA node (nodes: "
+                f"{format_cpulist(topology.nodes)})"
+            )
+    warnings: list[str] = []
+    if allowed:
+        masks = [_stated(topology, rank, text, warnings) for rank, text in enumerate(allowed)]
+    else:
+        cpus, found = find_allowed(topology, root, environ)
+        masks = [cpus] * number
+        warnings += found
+    quotas = read_cpu_quotas(root)
+    ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quotas) for rank in range(number))
+    return topology, ranks, tuple(warnings)
+
+
+def _stated(topology: Topology, rank: int, text: str, warnings: list[str]) -> frozenset[int]:
+    """The online CPUs of ``--allowed``; adds a warning for others."""
+    try:
+        cpus = parse_cpulist(text)
+    except ValueError as error:
+        raise ConfigError(f"--allowed {text!r}: {error}") from None
+    online = cpus & topology.cpus
+    if not online:
+        raise ConfigError(
+            f"--allowed {text!r}: none of these CPUs is online (online: "
+            f"{format_cpulist(topology.cpus)})"
+        )
+    if online != cpus:
+        warnings.append(
+            f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are offline and not used"
+        )
+    return online
+
+
+def plan_text(topology: Topology, plan: HostPlan) -> str:
+    """Describe the plan in a few lines: each rank's CPUs, and why."""
+    threads = len(topology.cpus) / max(1, len(topology.cores))
+    nodes = len({core.node for core in topology.cores})
+    lines = [
+        f"{counted(len(topology.cores), 'core')}, {counted(len(topology.cpus), 'CPU')} "
+        f"({threads:g} per core), {counted(nodes, 'NUMA node')} "
+        f"with cores{', of different speeds' if topology.is_hybrid else ''}"
+    ]
+    for rank in plan.ranks:
+        flags = f"  [{', '.join(rank.flags)}]" if rank.flags else ""
+        lines.append(f"local rank {rank.local_rank} on node {rank.numa_node}{flags}")
+        roles = {"pytorch": (rank.pytorch, rank.pytorch_threads)}
+        if rank.optimizer:
+            roles["optimizer"] = (rank.optimizer, len(rank.optimizer))
+        for role, (cpus, number) in roles.items():
+            lines.append(f"  {role:9} {format_cpulist(cpus)} ({counted(number, 'thread')})")
+        lines.append(f"  why       {rank.reason}")
+    if plan.idle:
+        lines.append(f"idle {format_cpulist(plan.idle)}")
+    lines += [f"warning: {warning}" for warning in plan.warnings]
+    return "\n".join(lines)

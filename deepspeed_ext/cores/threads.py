@@ -9,59 +9,53 @@ The optimizer process sets its own CPUs, threads and memory node before it impor
 and no numactl binary is needed.
 """
 
-import contextlib
 import ctypes
 import os
 import platform
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext.cores import initial_mask
+from deepspeed_ext import cores as masks
 from deepspeed_ext.cores.plan import RankPlan, split_cores, usable_cores, within_quota
 from deepspeed_ext.cores.topology import (
     OMP_BINDING_VARIABLES,
     find_allowed,
     read_topology,
-    status_mask,
+    thread_masks,
 )
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.proc import format_cpulist, numbered, parse_cpulist, read_cpu_quota_cores
+from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist, read_cpu_quota_cores
 
 __all__ = [
-    "Masks",
     "WorkerPlacement",
     "can_set_memory_policy",
     "confine",
     "outside",
+    "own_masks",
     "restore",
-    "thread_masks",
     "unbound_threads",
 ]
-
-Masks = Mapping[int, frozenset[int]]
-"""Thread id -> CPUs that the thread may run on."""
 
 # Threads that start during a pass make another pass necessary; in practice two are enough.
 MAX_PASSES = 20
 
 
-def thread_masks(pid: int | None = None) -> dict[int, frozenset[int]]:
-    """Return the masks of all threads of a process (by default this one), as the kernel reports
-    them."""
-    tasks = numbered(Path(f"/proc/{pid or 'self'}/task"), "")
-    return {tid: mask for tid, path in tasks if (mask := status_mask(path / "status"))}
+def own_masks() -> dict[int, frozenset[int]]:
+    """Return the mask of each thread of this process, by its id, as the kernel reports them."""
+    return thread_masks(Path("/proc/self"))
 
 
 def outside(cpus: Collection[int], pid: int | None = None) -> dict[int, frozenset[int]]:
     """Return the threads of a process (by default this one) that may run on CPUs outside
     ``cpus``."""
-    return {tid: mask for tid, mask in thread_masks(pid).items() if not mask <= frozenset(cpus)}
+    found = thread_masks(Path(f"/proc/{pid or 'self'}"))
+    return {tid: mask for tid, mask in found.items() if not mask <= frozenset(cpus)}
 
 
-def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> Masks:
-    """Confine every thread of this process to ``cpus``, and return the previous masks for
-    `restore`.
+def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> None:
+    """Confine every thread of this process to ``cpus``.
 
     A thread that is already bound to some of ``cpus`` keeps its mask. NCCL's threads, whose masks
     differ from the main thread's, are moved too.
@@ -77,12 +71,18 @@ def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> Masks:
     """
     target = frozenset(cpus)
     assert target, "an empty mask means every CPU to some interfaces"
-    saved = thread_masks()
+    saved = own_masks()
     if not saved:
         raise OSError("cannot read the masks of this process's threads in /proc/self/task")
+    ordered = sorted(target)
     try:
         for _ in range(MAX_PASSES):
-            if not _confine_once(target, pin_each_thread):
+            changed = False
+            for position, (tid, old) in enumerate(own_masks().items()):
+                one = frozenset({ordered[position % len(ordered)]})
+                new = one if pin_each_thread else old & target or target
+                changed |= new != old and _set_mask(tid, new)
+            if not changed:
                 break
         if stray := outside(target):
             listing = ", ".join(f"{tid}: {format_cpulist(mask)}" for tid, mask in stray.items())
@@ -92,22 +92,6 @@ def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> Masks:
     except Exception:
         restore(saved)
         raise
-    return saved
-
-
-def _confine_once(target: frozenset[int], pin_each_thread: bool) -> bool:
-    """Visit all threads once; return whether any mask changed."""
-    changed = False
-    ordered = sorted(target)
-    for position, (tid, old) in enumerate(thread_masks().items()):
-        new = (
-            frozenset({ordered[position % len(ordered)]})
-            if pin_each_thread
-            else old & target or target
-        )
-        if new != old:
-            changed |= _set_mask(tid, new)
-    return changed
 
 
 def _set_mask(tid: int, cpus: frozenset[int]) -> bool:
@@ -119,7 +103,7 @@ def _set_mask(tid: int, cpus: frozenset[int]) -> bool:
     return True
 
 
-def restore(saved: Masks) -> None:
+def restore(saved: Mapping[int, frozenset[int]]) -> None:
     """Restore every thread's saved mask; threads that started later get the main thread's.
 
     If the kernel refuses a mask, because its CPUs have left the cpuset, the thread keeps its
@@ -128,15 +112,13 @@ def restore(saved: Masks) -> None:
     default = saved.get(os.getpid()) or frozenset().union(*saved.values())
     for _ in range(MAX_PASSES):
         changed = False
-        for tid, mask in thread_masks().items():
+        for tid, mask in own_masks().items():
             wanted = saved.get(tid, default)
             if mask != wanted:
-                try:
+                with suppress(OSError):
                     # The kernel reduces a mask to the cpuset. Do not count that as a change:
                     # repeating gains nothing.
                     changed |= _set_mask(tid, wanted) and os.sched_getaffinity(tid) == wanted
-                except OSError:
-                    continue
         if not changed:
             return
 
@@ -207,9 +189,8 @@ class WorkerPlacement:
             os.environ.pop(name, None)
         os.environ.update(self.environment())
         try:
-            for tid in (0, *(tid for tid, _ in numbered(Path("/proc/self/task"), ""))):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(tid, self.cpus)
+            for tid in (0, *own_masks()):
+                _set_mask(tid, self.cpus)
         except (OSError, AttributeError) as error:
             return f"cannot bind to CPUs {format_cpulist(self.cpus)}: {error}"
         if self.numa_node >= 0:
@@ -270,6 +251,6 @@ def _count_cores() -> int:
     cores."""
     try:
         topology = read_topology()
-        return len(usable_cores(topology, find_allowed(topology).cpus))
+        return len(usable_cores(topology, find_allowed(topology)[0]))
     except (ConfigError, UnsupportedError):
-        return len(initial_mask.initial() or initial_mask.present()) or os.cpu_count() or 1
+        return len(masks.initial_mask() or masks.present_mask()) or os.cpu_count() or 1

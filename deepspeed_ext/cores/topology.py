@@ -6,24 +6,23 @@ are those that the user or the scheduler allows this process: no plan uses any o
 their own directory tree.
 """
 
-import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from deepspeed_ext.cores import initial_mask
+from deepspeed_ext import cores as masks
 from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.runtime.proc import (
     format_cpulist,
     numbered,
     parse_cpulist,
-    parse_whole,
     read_cpus,
     read_cpuset,
     read_int,
@@ -32,7 +31,6 @@ from deepspeed_ext.runtime.proc import (
 
 __all__ = [
     "ALLOWED_VARIABLE",
-    "Allowed",
     "Core",
     "OMP_BINDING_VARIABLES",
     "Topology",
@@ -41,7 +39,7 @@ __all__ = [
     "read_accelerator_node",
     "read_online",
     "read_topology",
-    "status_mask",
+    "thread_masks",
 ]
 
 # Cores whose capacity is at least this fraction of the fastest one's count as equal.
@@ -122,7 +120,7 @@ def read_online(root: Path | str = "/") -> frozenset[int]:
         online = frozenset(
             cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0
         )
-    is_made_up = Path(root) == Path("/") and not initial_mask.present() <= online
+    is_made_up = Path(root) == Path("/") and not masks.present_mask() <= online
     return frozenset() if is_made_up else online
 
 
@@ -197,21 +195,10 @@ def _read_nodes(
     for node, path in paths.items():
         for cpu in read_cpus(path / "cpulist") or ():
             node_of.setdefault(cpu, node)
-    rows: list[tuple[int, ...]] = []
-    for path in paths.values():
-        row = _whole_numbers(read_text(path / "distance") or "")
-        if len(row) != len(paths):
-            return tuple(paths), (), node_of
-        rows.append(row)
-    return tuple(paths), tuple(rows), node_of
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    """Parse the numbers in `text`; empty if any word is not a number."""
-    try:
-        return tuple(parse_whole(word) for word in text.split())
-    except ValueError:
-        return ()
+    texts = [(read_text(path / "distance") or "").split() for path in paths.values()]
+    is_whole = all(len(row) == len(paths) and all(map(str.isdecimal, row)) for row in texts)
+    rows = tuple(tuple(map(int, row)) for row in texts) if is_whole else ()
+    return tuple(paths), rows, node_of
 
 
 def _read_cache(directory: Path) -> int:
@@ -263,15 +250,6 @@ ALLOWED_VARIABLE = "DSEXT_ALLOWED_CPUS"
 OMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """The CPUs that this process may use, where this was read, and warnings for the user."""
-
-    cpus: frozenset[int]
-    source: str
-    warnings: tuple[str, ...] = ()
-
-
 def omp_binding(environ: Mapping[str, str]) -> str | None:
     """Return the setting that makes OpenMP bind threads itself, such as ``OMP_PROC_BIND=true``;
     None if none does."""
@@ -284,13 +262,16 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
 
 def find_allowed(
     topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None
-) -> Allowed:
+) -> tuple[frozenset[int], tuple[str, ...]]:
     """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root``
     describes.
 
     The first of these that exists is used: DSEXT_ALLOWED_CPUS; the mask from before torch was
     imported or, while core binding is in force, the CPUs found before it; the union of all threads'
-    masks; the calling thread's mask; every online CPU. The result contains online CPUs only.
+    masks; the calling thread's mask; every online CPU.
+
+    Returns:
+        Online CPUs, at least one, and warnings for the user.
 
     Raises:
         ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is online.
@@ -298,70 +279,60 @@ def find_allowed(
             itself correctly.
     """
     environ = os.environ if environ is None else environ
-    live = Path(root) == Path("/")
+    root, live = Path(root), Path(root) == Path("/")
     stated = environ.get(ALLOWED_VARIABLE)
-    initial = initial_mask.initial() if live else None
+    warnings: tuple[str, ...] = ()
     if stated:
+        source = ALLOWED_VARIABLE
         try:
-            found = Allowed(parse_cpulist(stated), ALLOWED_VARIABLE)
+            cpus = parse_cpulist(stated)
         except ValueError as error:
             raise ConfigError(
                 f"the environment variable {ALLOWED_VARIABLE}={stated}: {error}"
             ) from None
-    elif initial is not None:
-        found = Allowed(
-            initial, "mask of the process before torch was imported or core binding began"
-        )
     else:
-        masks = _thread_masks(Path(root))
-        if not masks and live:
-            masks = [initial_mask.present()]
-        union = frozenset().union(*masks)
-        source = "union of the masks of all threads" if union else "every online CPU"
-        found = _see_through_omp(
-            Allowed(union or topology.cpus, source), topology, Path(root), environ
-        )
-    if not found.cpus & topology.cpus:
+        source = "mask of the process"
+        initial = masks.initial_mask() if live else None
+        if initial is None:
+            union = frozenset().union(*thread_masks(root / "proc/self").values())
+            present = masks.present_mask() if live else None
+            initial, warnings = _see_through_omp(
+                union or present or topology.cpus, topology, root, environ
+            )
+        cpus = initial
+    if not cpus & topology.cpus:
         raise (ConfigError if stated else UnsupportedError)(
-            f"none of the allowed CPUs {format_cpulist(found.cpus)} ({found.source}) is online "
+            f"none of the allowed CPUs {format_cpulist(cpus)} ({source}) is online "
             f"(online: {format_cpulist(topology.cpus)})"
         )
-    return replace(found, cpus=found.cpus & topology.cpus)
+    return cpus & topology.cpus, warnings
 
 
-def _thread_masks(root: Path) -> list[frozenset[int]]:
-    """Read the masks of all threads from /proc/self below ``root``; empty if they are not there."""
-    tasks = [path / "status" for _, path in numbered(root / "proc/self/task", "")]
-    masks = [mask for path in tasks if (mask := status_mask(path))]
-    return masks or [mask for path in [root / "proc/self/status"] if (mask := status_mask(path))]
-
-
-def status_mask(status: Path) -> frozenset[int] | None:
-    """Read the allowed CPUs from a ``/proc/<pid>/status`` file; None if the file is gone or has no
-    such line."""
-    for line in (read_text(status) or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == "Cpus_allowed_list":
-            with contextlib.suppress(ValueError):
-                return parse_cpulist(value) or None
-    return None
+def thread_masks(process: Path) -> dict[int, frozenset[int]]:
+    """Read the mask of each thread, by its id, from the folder ``/proc/<pid>`` of a process; if
+    that does not list its threads, only the main thread's. Threads that have ended are left out."""
+    folders = dict(numbered(process / "task", "")) or {0: process}
+    lines = {
+        tid: re.search(r"^Cpus_allowed_list:(.*)$", read_text(folder / "status") or "", re.M)
+        for tid, folder in folders.items()
+    }
+    return {tid: parse_cpulist(line[1]) for tid, line in lines.items() if line}
 
 
 def _see_through_omp(
-    found: Allowed, topology: Topology, root: Path, environ: Mapping[str, str]
-) -> Allowed:
+    cpus: frozenset[int], topology: Topology, root: Path, environ: Mapping[str, str]
+) -> tuple[frozenset[int], tuple[str, ...]]:
     """If OpenMP may have bound the main thread to one core, use the cpuset, or only warn if there
     is none."""
     setting = omp_binding(environ)
-    cores = {topology.core_of[cpu].id for cpu in found.cpus & topology.cpus}
+    cores = {topology.core_of[cpu].id for cpu in cpus & topology.cpus}
     if setting is None or len(cores) != 1 or len(topology.cores) == 1:
-        return found
+        return cpus, ()
     cpuset = (read_cpuset(root) or topology.cpus) & topology.cpus
-    if found.cpus < cpuset < topology.cpus:
-        warning = f"{setting} narrowed the mask; using the cpuset instead"
-        return Allowed(cpuset, "cpuset of the control group", (warning,))
+    if cpus < cpuset < topology.cpus:
+        return cpuset, (f"{setting} narrowed the mask; using the cpuset instead",)
     warning = (
-        f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, "
+        f"{setting} may have narrowed the allowed CPUs to {format_cpulist(cpus)}; unset it, "
         f"import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}"
     )
-    return replace(found, warnings=(warning,))
+    return cpus, (warning,)

@@ -38,6 +38,12 @@ class Piece:
     flat_start: int
     numel: int
 
+    @property
+    def elements(self) -> torch.Tensor:
+        """The piece's elements of the parameter, 1-D; a copy if the parameter is not contiguous."""
+        values = self.segment.parameter.detach().reshape(-1)
+        return values[self.start : self.start + self.numel]
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -98,13 +104,11 @@ class GroupLayout:
             at = piece.flat_start - start
             out[done:at].zero_()
             target = out[at : at + piece.numel]
-            source = piece.segment.parameter.detach()
             if piece.numel == piece.segment.numel:
+                source = piece.segment.parameter.detach()
                 target.view(piece.segment.shape).copy_(source, non_blocking=True)
             else:
-                target.copy_(
-                    source.reshape(-1)[piece.start : piece.start + piece.numel], non_blocking=True
-                )
+                target.copy_(piece.elements, non_blocking=True)
             done = at + piece.numel
         out[done:].zero_()
 

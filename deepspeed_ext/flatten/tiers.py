@@ -1,11 +1,11 @@
 """Builds flat buffers in three ways (tiers), which all give bitwise equal results: the one that
 `plan.choose_tier` chooses, and the next one if it runs out of memory.
 
-A tier frees the parameters' storage only once the ranks together hold another copy of it, so
-running out of memory loses nothing. `accelerator`, and `distributed` until its slices are packed,
-keep the parameters. After that, every rank holds its 1/N slice of the flat buffer, on the
-accelerator or the host. The tier builds the flat buffer from these slices; if it does not fit,
-`restore_parameters` restores the parameters from them.
+`accelerator` copies the parameters. The other tiers copy only this rank's 1/N slice of the flat
+buffer, to the accelerator (`distributed`) or the host (`host`), free the parameters, put the slice
+into a new flat buffer and exchange the slices. The parameters are freed only once the ranks
+together hold another copy of them, so running out of memory loses nothing: if the flat buffer does
+not fit, `restore_parameters` restores them from the slices.
 
 All work of a rank between two collectives runs inside `runtime.memory.try_on_all_ranks`, so that
 all ranks learn of a failure. Work outside it that could fail is done before the parameters are
@@ -15,37 +15,31 @@ freed. `runtime.memory.accelerator_empty` and `runtime.memory.host_empty` make a
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
-from deepspeed_ext.flatten.layout import GroupLayout, Piece, Segment
+from deepspeed_ext.flatten.layout import GroupLayout, Segment
 from deepspeed_ext.flatten.plan import FlattenFacts, FlattenPlan, choose_tier
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.profiling import in_profile
-from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
+from deepspeed_ext.runtime.timing import in_profile
 
-__all__ = [
-    "Flattener",
-    "distributed",
-    "exchange_for",
-    "exchange_of",
-    "host",
-    "restore_parameters",
-]
+__all__ = ["Flattener", "exchange_of", "from_slices", "restore_parameters"]
 
 
+@dataclass(frozen=True)
 class Flattener:
     """Builds the flat buffers of an optimizer's parameter groups.
 
-    Args:
+    Attributes:
         forced: the config's ``flatten_tier``; None: choose.
         reserve_fraction: the config's ``flatten_reserve_fraction``, a fraction of the accelerator's
             total memory.
@@ -53,17 +47,10 @@ class Flattener:
         check_replicas: check first that the ranks hold equal parameters (``enable_sanity_checks``).
     """
 
-    def __init__(
-        self,
-        forced: FlattenTier | None,
-        reserve_fraction: float,
-        bucket_numel: int,
-        check_replicas: bool,
-    ) -> None:
-        self._forced = forced
-        self._reserve_fraction = reserve_fraction
-        self._bucket_numel = bucket_numel
-        self._check_replicas = check_replicas
+    forced: FlattenTier | None
+    reserve_fraction: float
+    bucket_numel: int
+    check_replicas: bool
 
     def flatten(
         self, layout: GroupLayout, ranks: RankGroup, group_index: int
@@ -87,10 +74,10 @@ class Flattener:
             PlanMismatchError: the ranks differ in settings, sizes or (if checked) parameter values.
         """
         what = f"flattening parameter group {group_index}"
-        settings = (self._forced, self._reserve_fraction, self._check_replicas)
+        settings = (self.forced, self.reserve_fraction, self.check_replicas)
         inputs = (layout.numel, str(layout.dtype), len(layout.segments), *settings)
         require_same_plan(what, inputs, ranks)
-        if self._check_replicas:
+        if self.check_replicas:
             with together(ranks), in_profile("flatten.checksum"):
                 sums = checksum(layout)
             require_same_plan(f"{what} (checksum of the parameters)", sums, ranks)
@@ -101,13 +88,18 @@ class Flattener:
                 total = allocation.total_accelerator_bytes()
             free, total = ranks.minimum(free, total)
             facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
-            plan = choose_tier(facts, self._forced, self._reserve_fraction, failed)
-            flat = self._run(plan.tier, layout, ranks)
+            plan = choose_tier(facts, self.forced, self.reserve_fraction, failed)
+            if plan.tier == "accelerator":
+                flat = accelerator(layout, ranks)
+            else:
+                flat = from_slices(layout, ranks, self.bucket_numel, on_host=plan.tier == "host")
             if flat is not None:
                 return flat, plan
-            if self._forced is not None:
+            if plan.tier == "host":
+                raise _no_tier_fits(layout, ranks)
+            if self.forced is not None:
                 raise OutOfMemoryError(
-                    f'zero_optimization.flatten_tier = "{self._forced}" ran out of accelerator '
+                    f'zero_optimization.flatten_tier = "{self.forced}" ran out of accelerator '
                     f"memory for parameter group {group_index} ({plan.required_bytes:,} bytes "
                     f"beside the parameters, {free:,} were free). The parameters are intact. "
                     "Remove the field to have a tier chosen that fits"
@@ -117,13 +109,6 @@ class Flattener:
                 "on at least one rank; trying the next tier"
             )
             failed.append(plan.tier)
-
-    def _run(self, tier: FlattenTier, layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
-        if tier == "accelerator":
-            return accelerator(layout, ranks)
-        if tier == "distributed":
-            return distributed(layout, ranks, self._bucket_numel)
-        return host(layout, ranks, self._bucket_numel)
 
 
 def checksum(layout: GroupLayout) -> tuple[int, int]:
@@ -161,102 +146,50 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
     return allocation.try_on_all_ranks("flatten.pack", packed, ranks)
 
 
-def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor | None:
+def from_slices(
+    layout: GroupLayout, ranks: RankGroup, bucket_numel: int, *, on_host: bool
+) -> torch.Tensor | None:
     """Pack only this rank's slice, free the parameters, and exchange the slices inside the flat
     buffer.
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
+        on_host: whether the slice is on the host meanwhile. It then needs no accelerator memory,
+            but the slice and two chunks of host memory.
 
     Returns:
-        The flat buffer, 1-D on the parameters' device; None if a slice does not fit. The parameters
-        are then unchanged.
+        The flat buffer, 1-D on the parameters' device; None if a slice or the flat buffer does not
+        fit on some rank. The parameters then have their values.
 
     Raises:
-        OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are
-            restored.
+        DeepSpeedExtError: on every rank, if something else failed on any; the parameters have their
+            values.
     """
     numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype), exchange_of(ranks)
+    first = ranks.rank * numel
 
     def packed() -> torch.Tensor:
-        own = allocation.accelerator_empty(numel, layout.dtype, layout.device)
-        layout.pack(own, ranks.rank * numel)
-        get_accelerator().synchronize()  # complete the copies out of the parameters
-        return own
+        if on_host:
+            staging.reserve(numel)
+            values = allocation.host_empty(numel, layout.dtype, pin=False)
+            # waits for all copies
+            staging.pack_to_host(lambda out, start: layout.pack(out, first + start), values)
+        else:
+            values = allocation.accelerator_empty(numel, layout.dtype, layout.device)
+            layout.pack(values, first)
+            get_accelerator().synchronize()  # complete the copies out of the parameters
+        return values
 
-    own = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
-    if own is None:
+    values = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
+    if values is None:
         return None
-    with _restored_on_error(layout, ranks, own):
-        flat = _flat_with_own_slice(layout, ranks, own, lambda values, part: part.copy_(values))
-        stored = _slice_to_host(layout, ranks, own, staging) if flat is None else None
-    if stored is not None:
-        own.untyped_storage().resize_(0)  # free 1/N more memory for another try
-        flat = _flat_from_host(layout, ranks, stored, staging)
-    assert flat is not None
-    del own
-    with in_profile("flatten.exchange"):
-        exchange(flat, ranks, bucket_numel)
+    load = staging.to_device if on_host else lambda values, own: own.copy_(values)
+    flat = _flat_with_own_slice(layout, ranks, values, load)
+    del values
+    if flat is not None:
+        with in_profile("flatten.exchange"):
+            exchange(flat, ranks, bucket_numel)
     return flat
-
-
-def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor:
-    """Copy this rank's slice to host memory in chunks, free the parameters, and copy the slice
-    back.
-
-    Needs no additional accelerator memory. On the host it needs the slice and two chunks.
-
-    Args:
-        layout: the group; its parameters must be equal on all ranks.
-
-    Returns:
-        The flat buffer, 1-D on the parameters' device.
-
-    Raises:
-        OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the
-            flat buffer does not fit on the accelerator even with the parameters freed (they are
-            restored).
-    """
-    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype), exchange_of(ranks)
-
-    def packed() -> torch.Tensor:
-        stored = _host_slice(numel, layout.dtype, staging)
-        # waits for all copies
-        staging.pack_to_host(
-            lambda out, start: layout.pack(out, ranks.rank * numel + start), stored
-        )
-        return stored
-
-    stored = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
-    if stored is None:
-        raise OutOfMemoryError(
-            f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} "
-            "bytes of host memory on every rank. The parameters are intact. Free host memory, "
-            "raise its limit, or use more ranks"
-        )
-    flat = _flat_from_host(layout, ranks, stored, staging)
-    with in_profile("flatten.exchange"):
-        exchange(flat, ranks, bucket_numel)
-    return flat
-
-
-@contextmanager
-def _restored_on_error(
-    layout: GroupLayout, ranks: RankGroup, values: torch.Tensor
-) -> Iterator[None]:
-    """If the block raises on any rank, restore the parameters of all ranks from the slices
-    `values`. A collective."""
-    # a rank that failed before the block does not take part in restoring
-    raise_together(ranks, None)
-    try:
-        with together(ranks):
-            yield
-    except DeepSpeedExtError as error:
-        # frames may hold a flat buffer, whose memory the parameters need
-        traceback.clear_frames(error.__traceback__)
-        with in_profile("flatten.restore"):
-            restore_parameters(layout, ranks, values)
-        raise
 
 
 def _flat_with_own_slice(
@@ -270,6 +203,7 @@ def _flat_with_own_slice(
 
     Returns:
         The flat buffer with only this rank's slice filled; None if it does not fit on some rank.
+        The parameters are then restored, as they are if an error is raised.
     """
 
     def filled() -> torch.Tensor:
@@ -280,48 +214,29 @@ def _flat_with_own_slice(
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
 
-    return allocation.try_on_all_ranks("flatten.fill", filled, ranks)
-
-
-def _flat_from_host(
-    layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor, staging: Staging
-) -> torch.Tensor:
-    """Make the flat buffer and fill this rank's slice from host memory; if it does not fit, restore
-    the parameters."""
-    with _restored_on_error(layout, ranks, stored):
-        flat = _flat_with_own_slice(layout, ranks, stored, staging.to_device)
-        if flat is None:
-            raise _no_tier_fits(layout)
+    failure = None
+    try:
+        flat = allocation.try_on_all_ranks("flatten.fill", filled, ranks)
+    except DeepSpeedExtError as error:
+        # frames may hold a flat buffer, whose memory the parameters need
+        traceback.clear_frames(error.__traceback__)
+        flat, failure = None, error
+    if flat is None:
+        with in_profile("flatten.restore"):
+            restore_parameters(layout, ranks, values)
+    if failure is not None:
+        raise failure
     return flat
 
 
-def _slice_to_host(
-    layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, staging: Staging
-) -> torch.Tensor:
-    """Copy the slice `own` to host memory; the parameters are already freed."""
-
-    def moved() -> torch.Tensor:
-        stored = _host_slice(own.numel(), layout.dtype, staging)
-        staging.to_host(own, stored)
-        return stored
-
-    stored = allocation.try_on_all_ranks("flatten.move_to_host", moved, ranks)
-    if stored is None:
-        raise _no_tier_fits(layout)
-    return stored
-
-
-def _host_slice(numel: int, dtype: torch.dtype, staging: Staging) -> torch.Tensor:
-    staging.reserve(numel)
-    return allocation.host_empty(numel, dtype, pin=False)
-
-
-def _no_tier_fits(layout: GroupLayout) -> OutOfMemoryError:
+def _no_tier_fits(layout: GroupLayout, ranks: RankGroup) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
         f"{len(layout.segments)} parameters does not fit into accelerator memory on every rank, "
-        "even with the parameters' own storage freed. The parameters are intact. Free accelerator "
-        "memory, use ZeRO-3, or split the optimizer's parameters into several groups"
+        "even with the parameters' own storage freed, or its part of "
+        f"{layout.nbytes // ranks.size:,} bytes not into host memory. The parameters are intact. "
+        "Free accelerator or host memory, use ZeRO-3, or split the optimizer's parameters into "
+        "several groups"
     )
 
 
@@ -334,29 +249,14 @@ Args:
     bucket_numel: maximum number of elements per broadcast.
 """
 
-_GATHERS_IN_PLACE = frozenset({"nccl"})
-"""Backends whose all-gather needs no temporary buffer if each rank's input is its slice of the
-output."""
-
 
 def exchange_of(ranks: RankGroup) -> Exchange:
-    """Choose the exchange for `ranks`. Call it before parameters are freed, while a failure is
+    """Choose the exchange for `ranks`: one all-gather if the backend needs no temporary buffer for
+    inputs that are slices of the output. Call it before parameters are freed, while a failure is
     harmless."""
-    return exchange_for(backend_of(ranks)) if ranks.size > 1 else _nothing
-
-
-def _nothing(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
-    """The exchange of a single rank."""
-
-
-def exchange_for(backend: str) -> Exchange:
-    """Choose the exchange for the backend of this name."""
-    return all_gather if backend in _GATHERS_IN_PLACE else broadcasts
-
-
-def backend_of(ranks: RankGroup) -> str:
-    """Return the name of the backend for tensors on the ranks' device."""
-    return str(ranks.backend.name()).lower()
+    if ranks.size == 1:
+        return lambda flat, ranks, bucket_numel: None
+    return all_gather if str(ranks.backend.name()).lower() == "nccl" else broadcasts
 
 
 def all_gather(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
@@ -408,9 +308,17 @@ def restore_parameters(layout: GroupLayout, ranks: RankGroup, values: torch.Tens
             )
     buffer = buffer[: ranks.minimum(buffer.numel())[0]]
     for owner in range(ranks.size):
-        first = owner * values.numel()
-        for piece in layout.pieces(first, first + values.numel()):
-            _broadcast_piece(piece, values, piece.flat_start - first, buffer, ranks, owner)
+        start = owner * values.numel()
+        for piece in layout.pieces(start, start + values.numel()):
+            done = piece.flat_start - start
+            for part in piece.elements.split(buffer.numel()):
+                chunk = buffer[: part.numel()]
+                if owner == ranks.rank:
+                    chunk.copy_(values[done : done + part.numel()])
+                if ranks.size > 1:
+                    dist.broadcast(chunk, src=ranks.global_rank(owner), group=ranks.group)
+                part.copy_(chunk)
+                done += part.numel()
 
 
 def _broadcast_buffer(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor:
@@ -428,41 +336,12 @@ def _broadcast_buffer(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor:
 def _allocate(segment: Segment, device: torch.device) -> bool:
     """Allocate a parameter's storage; return False if `device` has no memory for it and it is on
     the host instead."""
-    parameter = segment.parameter
+    dtype = segment.parameter.dtype
     try:
-        parameter.data = allocation.accelerator_empty(segment.numel, parameter.dtype, device).view(
-            segment.shape
-        )
+        storage = allocation.accelerator_empty(segment.numel, dtype, device)
     except Exception as error:
         if not allocation.is_out_of_memory(error):
             raise
-    else:
-        return True
-    parameter.data = allocation.host_empty(segment.numel, parameter.dtype, pin=False).view(
-        segment.shape
-    )
-    return False
-
-
-def _broadcast_piece(
-    piece: Piece,
-    values: torch.Tensor,
-    start: int,
-    buffer: torch.Tensor,
-    ranks: RankGroup,
-    owner: int,
-) -> None:
-    """Broadcast a piece from the owner's slice, where it begins at `start`, into the parameter on
-    all ranks."""
-    target = piece.segment.parameter.detach().view(-1)[piece.start : piece.start + piece.numel]
-    if ranks.size == 1:
-        target.copy_(values[start : start + piece.numel])
-        return
-    for part, first in zip(
-        target.split(buffer.numel()), range(start, start + piece.numel, buffer.numel()), strict=True
-    ):
-        chunk = buffer[: part.numel()]
-        if owner == ranks.rank:
-            chunk.copy_(values[first : first + part.numel()])
-        dist.broadcast(chunk, src=ranks.global_rank(owner), group=ranks.group)
-        part.copy_(chunk)
+        storage = allocation.host_empty(segment.numel, dtype, pin=False)
+    segment.parameter.data = storage.view(segment.shape)
+    return storage.device.type == device.type

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deepspeed_ext.errors import UnsupportedError
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.log import counted
 
 __all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
 
@@ -91,22 +91,13 @@ class GatherPlan:
                 "model before deepspeed.initialize, or set "
                 "zero_optimization.stage3_allgather_single_param to false"
             )
-        singles: list[int] = []
-        small: list[int] = []
-        upstream: list[int] = []
-        lists = {
-            GatherMode.SINGLE: singles,
-            GatherMode.SHARED: small,
-            GatherMode.UPSTREAM: upstream,
-        }
-        for parameter_id in parameter_ids:
-            lists[self.modes[parameter_id]].append(parameter_id)
-        buckets = self._pack(small)
-        single_buckets = [bucket[0] for bucket in buckets if len(bucket) == 1]
+        by_mode = {mode: [i for i in parameter_ids if self.modes[i] is mode] for mode in GatherMode}
+        buckets = self._pack(by_mode[GatherMode.SHARED])
+        alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
         return Fetch(
-            singles=tuple(sorted(singles + single_buckets)),
+            singles=tuple(sorted(by_mode[GatherMode.SINGLE] + alone)),
             buckets=tuple(bucket for bucket in buckets if len(bucket) > 1),
-            upstream=tuple(upstream),
+            upstream=tuple(by_mode[GatherMode.UPSTREAM]),
         )
 
     def _pack(self, small: list[int]) -> list[tuple[int, ...]]:
@@ -146,22 +137,18 @@ def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherP
         min_numel: parameters with fewer elements share buckets; 0: none does.
     """
     facts = sorted(parameters, key=lambda parameter: parameter.parameter_id)
-    modes: dict[int, GatherMode] = {}
-    reasons: dict[int, str] = {}
-    for parameter in facts:
-        reason = _reason_for_upstream(parameter)
-        if reason is not None:
-            modes[parameter.parameter_id] = GatherMode.UPSTREAM
-            reasons[parameter.parameter_id] = reason
-        else:
-            is_small = parameter.numel < min_numel
-            modes[parameter.parameter_id] = GatherMode.SHARED if is_small else GatherMode.SINGLE
-    return GatherPlan(
-        min_numel=min_numel,
-        numels={parameter.parameter_id: parameter.numel for parameter in facts},
-        modes=modes,
-        reasons=reasons,
-    )
+    numels = {parameter.parameter_id: parameter.numel for parameter in facts}
+    found = {parameter.parameter_id: _reason_for_upstream(parameter) for parameter in facts}
+    reasons = {number: reason for number, reason in found.items() if reason is not None}
+    modes = {
+        number: GatherMode.UPSTREAM
+        if number in reasons
+        else GatherMode.SHARED
+        if numel < min_numel
+        else GatherMode.SINGLE
+        for number, numel in numels.items()
+    }
+    return GatherPlan(min_numel, numels, modes, reasons)
 
 
 def _reason_for_upstream(parameter: ParameterFacts) -> str | None:

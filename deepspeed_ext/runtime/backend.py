@@ -6,6 +6,7 @@ Outside `deepspeed_ext.adapter`, only this module imports DeepSpeed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ __all__ = [
     "group_timeout_seconds",
     "local_rank",
     "local_world_size",
+    "has_host_memory",
     "page_lock_alignment",
     "pinned_empty",
-    "has_host_memory",
+    "single_queue",
 ]
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""NVIDIA's variable: number of hardware queues that the streams share; 8 if it is not set."""
 
 SHARED_MEMORY = "train without the zenflow section and without offload_optimizer"
 """What to change if the accelerator uses the host's memory."""
@@ -81,3 +86,15 @@ def has_host_memory() -> bool:
     if accelerator.device_name() == "cpu" or properties is None:
         return False
     return bool(getattr(properties(accelerator.current_device()), "is_integrated", False))
+
+
+def single_queue(environment: Mapping[str, str]) -> str | None:
+    """Why copies cannot overlap with kernels in this environment, and what to change; None: they
+    can."""
+    if environment.get(_QUEUES, "").strip() != "1":
+        return None
+    return (
+        f"{_QUEUES}=1 puts copies, event waits and kernels of all streams into one hardware queue, "
+        "so ZenFlow's copies cannot overlap with kernels. Unset it, unless Megatron's tensor "
+        "parallelism needs it; each step then waits for its copies"
+    )

@@ -1,37 +1,48 @@
-"""The package's logger, and functions that log a message only once.
+"""The package's logger, messages that are logged only once, and the words of messages.
 
 The environment variable ``DSEXT_LOG_LEVEL`` sets the level, by a standard ``logging`` name; default
 INFO.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import sys
 
-from deepspeed_ext.runtime.words import quoted
+__all__ = [
+    "LOAD_ANOTHER",
+    "counted",
+    "is_off",
+    "log_once",
+    "logger",
+    "one_line",
+    "quoted",
+    "warn_once",
+]
+
+LOAD_ANOTHER = "load another checkpoint by its tag"
+"""What to do if one cannot be loaded."""
 
 logger = logging.getLogger("deepspeed_ext")
 
 _logged: set[str] = set()
 
 
-def _configure() -> None:
-    if logger.handlers:
-        return
-    handler = logging.StreamHandler(stream=sys.stderr)
-    handler.setFormatter(
-        logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ext] %(message)s")
-    )
-    logger.addHandler(handler)
-    level = os.environ.get("DSEXT_LOG_LEVEL") or "INFO"
-    known = logging.getLevelName(level.upper())
-    logger.setLevel(known if isinstance(known, int) else logging.INFO)
-    logger.propagate = False
-    if not isinstance(known, int):
-        logger.warning(
-            "DSEXT_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, "
-            f"got {quoted(level)}; it counts as INFO"
-        )
+def counted(count: int, noun: str) -> str:
+    """The number and the noun, "1 group" or "2 groups". `noun`: singular, with a plural in -s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def quoted(text: str) -> str:
+    """``text`` in quotes, as messages show what a user wrote: its first 40 characters."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def one_line(error: BaseException) -> str:
+    """The type and the text of an error, if it has one."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def log_once(level: int, message: str) -> None:
@@ -54,4 +65,22 @@ def is_off(variable: str) -> bool:
     return value == "0"
 
 
-_configure()
+def _configure() -> None:
+    handler = logging.StreamHandler(stream=sys.stderr)
+    handler.setFormatter(
+        logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ext] %(message)s")
+    )
+    logger.addHandler(handler)
+    logger.propagate = False
+    level = os.environ.get("DSEXT_LOG_LEVEL") or "INFO"
+    known = logging.getLevelName(level.upper())
+    logger.setLevel(known if isinstance(known, int) else logging.INFO)
+    if not isinstance(known, int):
+        logger.warning(
+            "DSEXT_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, "
+            f"got {quoted(level)}; it counts as INFO"
+        )
+
+
+if not logger.handlers:
+    _configure()

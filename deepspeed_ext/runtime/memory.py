@@ -19,8 +19,8 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size, pinned_empty
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.proc import available_host_bytes, total_host_bytes
-from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together
+from deepspeed_ext.runtime.timing import in_profile
 
 __all__ = [
     "Parked",

@@ -17,6 +17,7 @@ the outer one.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,8 @@ import torch
 from deepspeed_ext import errors
 from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.backend import dist, get_accelerator, group_timeout_seconds
+from deepspeed_ext.runtime.log import one_line
 from deepspeed_ext.runtime.proc import format_cpulist
-from deepspeed_ext.runtime.words import one_line
 
 __all__ = [
     "MOST_TOLD",
@@ -157,11 +158,6 @@ class RankGroup:
         all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
         return found
 
-    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
-        """Replace `tensor`, contiguous, by that of rank `owner`. A collective."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=self.global_rank(owner), group=self.group)
-
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         """Return the value of rank `owner`, any object that pickles. A collective."""
         values = [value]
@@ -188,22 +184,9 @@ class RankGroup:
         if self.equal(value):
             return [(value, list(range(self.size)))]
         holders: dict[int, list[int]] = {}
-        numbers = self.all_gather(self._on_device((_number(value),)).clone())
-        for rank, number in enumerate(numbers.view(-1).tolist()):
+        for rank, number in enumerate(self._gathered_number(_number(value))):
             holders.setdefault(number, []).append(rank)
         return [(self.broadcast(value, ranks[0]), ranks) for ranks in list(holders.values())[:most]]
-
-    def gather_among(self, key: Any, value: Any) -> dict[int, Any]:
-        """Return the values of the ranks with this rank's `key`, by rank. A collective.
-
-        All values are sent to all ranks, but those with other keys are not unpickled: keep them
-        small.
-
-        Args:
-            key: compared by its ``repr``.
-            value: any object that pickles.
-        """
-        return self._gathered(value, _number(key), only_alike=True)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order. A collective.
@@ -211,25 +194,20 @@ class RankGroup:
         Args:
             value: any object that pickles: keep it small.
         """
-        found = self._gathered(value, 0, only_alike=False)
-        return [found[rank] for rank in range(self.size)]
-
-    def _gathered(self, value: Any, number: int, *, only_alike: bool) -> dict[int, Any]:
-        """The values of the ranks, or only of those with this rank's `number`, by rank. A
-        collective."""
         if self.size == 1:
-            return {0: value}
-        content = pickle.dumps(value)
-        heads = self.all_gather(self._on_device((number, len(content))).clone()).cpu()
-        sent = torch.zeros(int(heads[:, 1].max()), dtype=torch.uint8, device="cpu")
-        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        contents = self.all_gather(sent.to(self.device)).cpu()
-        members = (
-            (heads[:, 0] == number).nonzero().view(-1).tolist() if only_alike else range(self.size)
-        )
-        return {
-            rank: pickle.loads(bytes(contents[rank, : heads[rank, 1]].tolist())) for rank in members
-        }
+            return [value]
+        content = bytearray(pickle.dumps(value))
+        sizes = self._gathered_number(len(content))
+        sent = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        sent[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+        contents = self.all_gather(sent.to(self.device)).cpu().numpy()
+        return [
+            pickle.loads(row[:size].tobytes()) for row, size in zip(contents, sizes, strict=True)
+        ]
+
+    def _gathered_number(self, number: int) -> list[int]:
+        """The ranks' numbers, in order. A collective."""
+        return self.all_gather(self._on_device((number,)).clone()).view(-1).tolist()
 
     def _on_device(self, values: tuple[int, ...]) -> torch.Tensor:
         """`values` as a 1-D int64 tensor on the device, in `scratch` if there is one."""
@@ -287,10 +265,6 @@ class GridRanks(RankGroup):
         for axis in self.axes:
             found = axis.all_gather(found)
         return found.reshape(self.size, *tensor.shape)
-
-    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
-        for axis, place in zip(self.axes, self._places(owner), strict=True):
-            axis.copy_from(place, tensor)
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         for axis, place in zip(self.axes, self._places(owner), strict=True):
@@ -361,31 +335,29 @@ def raise_together(
     least = ranks.minimum(_FAILED if error is not None else _FLAGGED if flag else _FINE)[0]
     if least != _FAILED:
         return least == _FLAGGED
-    if (
-        error is not None
-        and ranks.size == 1
-        and (otherwise is None or isinstance(error, DeepSpeedExtError))
-    ):
-        raise agreed(error, ranks)
-    if error is not None:  # frames may hold tensors, and memory may be short
+    if error is not None:
+        if ranks.size == 1 and (otherwise is None or isinstance(error, DeepSpeedExtError)):
+            raise agreed(error, ranks)
+        # frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
-    mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
     # on every rank: they may come here from different agreements
-    is_common = ranks.equal(mine and mine.own)
+    is_common = ranks.equal(type(error).__name__)
     if is_common and error is not None and otherwise is None:
         raise agreed(error, ranks)
+    mine = None if error is None else _told(error, ranks, otherwise or RankError)
     found = ranks.distinct(mine, MOST_TOLD + 1)  # "no error" may be one of them
-    told = [(each, on_ranks) for each, on_ranks in found if each is not None]
+    kinds = [each[0] for each, _ in found if each is not None]
     holders: dict[tuple[str, bool], list[int]] = {}
-    for each, on_ranks in told:
-        holders.setdefault((each.message, each.names_ranks), []).extend(on_ranks)
+    for each, on_ranks in found:
+        if each is not None:
+            holders.setdefault(each[1:], []).extend(on_ranks)
     texts = [
         message if names_ranks else f"{rank_list(on_ranks, ranks)}: {message}"
         for (message, names_ranks), on_ranks in holders.items()
     ]
     if sum(len(on_ranks) for _, on_ranks in found) < ranks.size:
         texts.append("other errors on further ranks")
-    raise agreed(getattr(errors, told[0][0].kind)("; ".join(texts)), ranks) from error
+    raise agreed(getattr(errors, kinds[0])("; ".join(texts)), ranks) from error
 
 
 def agreed(error: Failure, ranks: RankGroup) -> Failure:
@@ -395,31 +367,17 @@ def agreed(error: Failure, ranks: RankGroup) -> Failure:
     return error
 
 
-@dataclass(frozen=True)
-class _Told:
-    """A rank's error, as sent to the others.
-
-    Attributes:
-        kind: name of the type to raise.
-        own: name of the error's own type.
-        message: the message, without the rank's number.
-        names_ranks: whether the message names the ranks on which it happened.
-    """
-
-    kind: str
-    own: str
-    message: str
-    names_ranks: bool
-
-    @classmethod
-    def of(cls, error: Exception, ranks: RankGroup, otherwise: type[DeepSpeedExtError]) -> _Told:
-        own = type(error).__name__
-        if not isinstance(error, DeepSpeedExtError):
-            return cls(otherwise.__name__, own, one_line(error), False)
-        names_ranks, here = error.agreed > 1, f"rank {ranks.global_rank(ranks.rank)}: "
-        return cls(
-            own, own, str(error) if names_ranks else str(error).removeprefix(here), names_ranks
-        )
+def _told(
+    error: Exception, ranks: RankGroup, otherwise: type[DeepSpeedExtError]
+) -> tuple[str, str, bool]:
+    """A rank's error as sent to the others: name of the type to raise, message without the rank's
+    number, and whether the message names the ranks on which it happened."""
+    if not isinstance(error, DeepSpeedExtError):
+        return otherwise.__name__, one_line(error), False
+    if error.agreed > 1:
+        return type(error).__name__, str(error), True
+    here = f"rank {ranks.global_rank(ranks.rank)}: "
+    return type(error).__name__, str(error).removeprefix(here), False
 
 
 def rank_list(members: list[int], ranks: RankGroup) -> str:
@@ -531,10 +489,8 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     found = ranks.distinct(text, MOST_TOLD)
     if len(found) == 1:
         return
-    ended = (f"{each}\0" for each, _ in found)
-    difference = next(
-        (at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0
-    )
+    # characters, not folders
+    difference = len(os.path.commonprefix([each for each, _ in found]))  # noqa: RUF071
     start = max(0, difference - _SHOWN_BEFORE)
     listing = "; ".join(
         f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found

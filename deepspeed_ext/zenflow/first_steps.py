@@ -17,7 +17,7 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
@@ -80,7 +80,7 @@ class FirstSteps:
         self._is_over = False
         self.is_chosen = False
         """Whether share and threads were chosen on this machine."""
-        metrics.estimating = stopwatch() if chooses_share else None
+        metrics.estimating = Stopwatch() if chooses_share else None
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Count a step that has ended; choose if enough have. Then a collective."""

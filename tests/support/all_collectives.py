@@ -99,9 +99,6 @@ def agreement(ranks: RankGroup) -> None:
     assert ranks.all(True)
     assert not ranks.all(ranks.rank != 0)
     assert ranks.equal("a plan")
-    copied = torch.arange(3.0, device=ranks.device) + ranks.rank
-    ranks.copy_from(int(ranks.size) - 1, copied)
-    assert copied.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         mine = torch.arange(6, device=ranks.device).view(2, 3).to(dtype) + ranks.rank
         expected = torch.stack([mine - ranks.rank + rank for rank in range(ranks.size)])
@@ -114,9 +111,9 @@ def objects(ranks: RankGroup) -> None:
     found = ranks_that_communicate(_Divided).distinct(f"value {ranks.rank}")
     assert found == [(f"value {rank}", [rank]) for rank in range(ranks.size)]
     # Of a number of bytes that no word divides.
-    assert ranks.gather_among("host", "x" * (5 + ranks.rank)) == {
-        r: "x" * (5 + r) for r in range(ranks.size)
-    }
+    assert ranks.gather_objects("x" * (5 + ranks.rank)) == [
+        "x" * (5 + rank) for rank in range(ranks.size)
+    ]
 
 
 def errors(ranks: RankGroup) -> None:
@@ -189,12 +186,12 @@ def flat_buffer(ranks: RankGroup) -> None:
 def flattened(ranks: RankGroup) -> None:
     """Whole tiers, and the way back."""
     values = [torch.full((1000,), 1.0 + index) for index in range(3)]
-    for tier in (tiers.distributed, tiers.host):
+    for on_host in (False, True):
         parameters = [torch.nn.Parameter(value.to(ranks.device)) for value in values]
         layout = GroupLayout.of(parameters, [0] * len(values), int(ranks.size) * 2)
-        flat = tier(layout, ranks, 700)
+        flat = tiers.from_slices(layout, ranks, 700, on_host=on_host)
         assert flat is not None
-        same(torch.cat(values), flat[:3000], tier.__name__)
+        same(torch.cat(values), flat[:3000], f"{on_host=}")
         own = flat.numel() // ranks.size
         for parameter in parameters:
             parameter.data = torch.empty(0, device=ranks.device)
@@ -202,7 +199,7 @@ def flattened(ranks: RankGroup) -> None:
             layout, ranks, flat[ranks.rank * own : (ranks.rank + 1) * own].clone()
         )
         for value, parameter in zip(values, parameters, strict=True):
-            same(value, parameter.detach(), f"restored after {tier.__name__}")
+            same(value, parameter.detach(), f"restored after {on_host=}")
 
 
 def weights_from_the_host(ranks: RankGroup) -> None:
@@ -255,7 +252,7 @@ def communicate(way: str) -> str:
     ranks = ranks_that_communicate()
     WAYS[way](ranks)
     get_accelerator().synchronize()
-    return tiers.backend_of(ranks)
+    return str(ranks.backend.name()).lower()
 
 
 # -- which collectives that reaches ----------------------------------------------------------------

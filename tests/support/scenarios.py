@@ -82,9 +82,9 @@ def _listen() -> list[str]:
 
 
 def _masks() -> dict[int, list[int]]:
-    from deepspeed_ext.cores.threads import thread_masks
+    from deepspeed_ext.cores.threads import own_masks
 
-    return {tid: sorted(mask) for tid, mask in thread_masks().items()}
+    return {tid: sorted(mask) for tid, mask in own_masks().items()}
 
 
 def _torch_work() -> None:
@@ -207,7 +207,7 @@ def different_bindings() -> dict[str, Any]:
 
 def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
-    from deepspeed_ext.cores.threads import confine, outside, restore
+    from deepspeed_ext.cores.threads import confine, outside, own_masks, restore
 
     running, rounds = True, 0
 
@@ -228,7 +228,8 @@ def confine_under_churn() -> dict[str, Any]:
     churner = threading.Thread(target=churn)
     churner.start()
     everything = sorted(os.sched_getaffinity(0))
-    saved = confine(everything[:1])
+    saved = own_masks()
+    confine(everything[:1])
     wait_for_new_threads()
     stray = len(outside(everything[:1]))
     restore(saved)
@@ -410,18 +411,19 @@ def openmp_runtimes() -> dict[str, Any]:
 
     import torch
 
-    from deepspeed_ext.cores.binding import ThreadCount, _loaded
+    from deepspeed_ext.cores.binding import _loaded, set_threads
 
     try:
         ctypes.CDLL("libgomp.so.1")
     except OSError:
         return {"runtimes": 0}
     torch.set_num_threads(2)
-    before = ThreadCount.change(1)
+    before = {path: library.omp_get_max_threads() for path, library in _loaded()}
+    undo = set_threads(1)
     changed = [library.omp_get_max_threads() for _, library in _loaded()]
-    before.restore()
+    undo()
     restored = {path: library.omp_get_max_threads() for path, library in _loaded()}
-    return {"runtimes": len(changed), "changed": changed, "restored": restored == before.runtimes}
+    return {"runtimes": len(changed), "changed": changed, "restored": restored == before}
 
 
 if __name__ == "__main__":

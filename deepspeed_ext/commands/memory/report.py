@@ -27,7 +27,7 @@ from deepspeed_ext.commands.memory.setup import (
     name_of,
     zero_section,
 )
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Place
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts

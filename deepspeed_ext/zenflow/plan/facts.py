@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.process import OwnProcess
+from deepspeed_ext.runtime.process import OwnProcess, is_of_handler
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from deepspeed_ext.runtime.stopwatch import Stopwatch, stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.share import SETTLING_STEPS, MeasuredStep
 
 __all__ = ["Metrics"]
@@ -72,9 +72,9 @@ class Metrics:
     """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = field(default=0, init=False)
     """Bytes copied from the arena to the accelerator in this step."""
-    waiting: Stopwatch = field(default_factory=stopwatch)
+    waiting: Stopwatch = field(default_factory=Stopwatch)
     """Runs while the accelerator must wait."""
-    gathering: Stopwatch = field(default_factory=stopwatch)
+    gathering: Stopwatch = field(default_factory=Stopwatch)
     """Runs from the new weights to the end of the step."""
     estimating: Stopwatch | None = None
     """Runs while weights are estimated, without waits for what the estimate needs, while a share is
@@ -90,8 +90,8 @@ class Metrics:
     )
     """Laps on an accelerator come later. Of waits, gathers and whole steps: for each lap that has
     not come yet, oldest first, whether its step belongs to `_alike`."""
-    _between: Stopwatch = field(default_factory=stopwatch)
-    _inside: Stopwatch = field(default_factory=stopwatch)
+    _between: Stopwatch = field(default_factory=Stopwatch)
+    _inside: Stopwatch = field(default_factory=Stopwatch)
 
     def begin_step(self) -> None:
         """Start timing an optimizer step."""

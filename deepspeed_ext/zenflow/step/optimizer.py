@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from deepspeed_ext.runtime.memory import Parked
-from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Place, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan

@@ -36,7 +36,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_ext.errors import CheckpointError, StateError
-from deepspeed_ext.runtime.words import LOAD_ANOTHER
+from deepspeed_ext.runtime.log import LOAD_ANOTHER
 from deepspeed_ext.zenflow.step.partition import WholeState
 
 __all__ = ["Change", "ShownState", "ShownTensor", "nan_like", "plain", "write"]

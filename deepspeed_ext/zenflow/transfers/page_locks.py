@@ -20,8 +20,7 @@ from deepspeed_ext.runtime.backend import (
     has_host_memory,
     page_lock_alignment,
 )
-from deepspeed_ext.runtime.log import warn_once
-from deepspeed_ext.runtime.words import one_line
+from deepspeed_ext.runtime.log import one_line, warn_once
 
 __all__ = ["PageLocks", "remedy_for_refused"]
 

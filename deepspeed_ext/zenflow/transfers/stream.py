@@ -35,7 +35,7 @@ import torch
 
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
@@ -163,7 +163,7 @@ class Stream:
         self._down: Any = copying.new_stream() if inside else None
         self._up: Any = copying.new_stream() if self._lifts else None
         # one per direction; the trainer's thread and the courier's run them
-        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()
+        self._downwards, self._upwards = Stopwatch(), Stopwatch()
         # None: nothing moves beside this thread, which then carries by itself
         self._courier: Courier | None = None
         if self._lifts or self._peeks:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.runtime.handlers import is_of_handler
-from deepspeed_ext.runtime.process import OwnProcess, python_command
+from deepspeed_ext.runtime.process import OwnProcess, is_of_handler, python_command
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import (

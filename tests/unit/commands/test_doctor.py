@@ -19,7 +19,6 @@ from deepspeed_ext.adapter import shared_buffers
 from deepspeed_ext.commands import doctor
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.errors import UnsupportedError, UpstreamError
-from deepspeed_ext.runtime import builds
 from tests.support.paths import ROOT
 
 
@@ -172,7 +171,7 @@ def test_what_a_machine_lacks_is_named(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builds, "waits_for_files", lambda: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.FileBaton", object, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
@@ -183,10 +182,6 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert check.status == "problem"
     assert "a build of cpu_adam was killed" in check.detail
     assert check.remedy.startswith(f"rm {lock}, unless")
-    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as compiler:
-        assert examined("operator_cache").status == "ok", "somebody builds it"
-        compiler.kill()
-    assert examined("operator_cache").status == "problem"
 
 
 def test_buffers_that_no_process_maps_are_left_over(

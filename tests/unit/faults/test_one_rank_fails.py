@@ -187,24 +187,25 @@ HARMLESS = {
     "called once after a step, so not in every save": (
         "zenflow/rules/predictive/probe.py:Sample.predicted",
     ),
-    "a file of the kernel that cannot be read counts as absent": (
-        "runtime/proc.py:read_text",
-        "runtime/proc.py:_read",
-    ),
+    "a file of the kernel that cannot be read counts as absent": ("runtime/proc.py:read_text",),
     "plans do without the accelerator's NUMA node": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
         *(
             f"cores/binding.py:{name}"
-            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine", "_in_force")
+            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine")
         ),
-        *(f"cores/binding.py:{name}" for name in ("_release_threads", "ThreadCount", "_loaded")),
+        *(
+            f"cores/binding.py:{name}"
+            for name in ("_release_threads", "set_threads", "_set_counts", "_loaded")
+        ),
         "cores/binding.py:start_pool",
         *(
             f"cores/threads.py:{name}"
-            for name in ("thread_masks", "outside", "confine", "_confine", "_set_mask", "restore")
+            for name in ("own_masks", "outside", "confine", "_set_mask", "restore")
         ),
-        "cores/initial_mask.py:keep",
+        "cores/__init__.py:keep_mask",
         "cores/topology.py:omp_binding",
+        "cores/topology.py:thread_masks",
     ),
 }
 """Where an injected failure need not be an error, by reason."""

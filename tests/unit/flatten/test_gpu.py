@@ -65,7 +65,7 @@ def freed_on_another_stream(tier: str) -> str:
     ranks = RankGroup.of(dist.get_world_group(), device)
     # It waits for the device only if it has something to give back.
     with patch.object(type(accelerator), "empty_cache"):
-        flat = getattr(tiers, tier)(layout, ranks, 1 << 20)
+        flat = tiers.from_slices(layout, ranks, 1 << 20, on_host=tier == "host")
     with accelerator.stream(side):
         others = [torch.full((1000,), math.nan, device=device) for _ in values]
     found = first_difference(torch.cat(values), flat, tier)

@@ -62,11 +62,6 @@ def test_more_free_memory_never_makes_it_slower(
     )
 
 
-def test_required_bytes_are_those_of_the_design() -> None:
-    facts = FlattenFacts(buffer_bytes=1000, ranks=8, free_bytes=0, total_bytes=0)
-    assert [required_bytes(tier, facts) for tier in TIERS] == [1000, 125, 0]
-
-
 def test_reason_names_what_was_refused() -> None:
     facts = FlattenFacts(buffer_bytes=8 << 30, ranks=1, free_bytes=4 << 30, total_bytes=16 << 30)
     plan = choose_tier(facts, None, 0.05)

@@ -116,19 +116,16 @@ def test_values_set_by_hand_count() -> None:
         ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_RANK": "0"}, "RANK=0 is set, but srun says 5"),
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but srun says 7"),
         ({"LOCAL_WORLD_SIZE": "7"}, "LOCAL_WORLD_SIZE=7 is set, but srun says 2"),
-        ({"PMI_RANK": "4", "PMI_SIZE": "7"}, "PMI_RANK=4 is set, but srun says 5"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8"),
         ({"SLURM_STEP_NUM_TASKS": None}, "not started by srun"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
         ({"SLURM_LOCALID": "2"}, "2 of 2 on its host"),
         ({"SLURM_PROCID": "7"}, "7 of 7"),
         ({"SLURM_PROCID": "five"}, "SLURM_PROCID='five': expected a whole number"),
-        ({"SLURM_NODEID": "4"}, "too few nodes"),
+        ({"SLURM_NODEID": "4"}, "SLURM_NODEID=4; start again"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3,1"}, "expected counts"),
         ({"SLURM_STEP_NODELIST": "node["}, "expected host names"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected a port"),
-        ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1': expected a whole number"),
     ],
 )
 def test_contradictions_and_gaps_of_slurm_are_refused(
@@ -142,8 +139,8 @@ def test_contradictions_and_gaps_of_slurm_are_refused(
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK='0', WORLD_SIZE='2', but LOCAL_RANK not set"),
-        ({"LOCAL_RANK": "0"}, "but RANK and WORLD_SIZE not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE is set, but not all of RANK"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set, but not all"),
         ({**BY_HAND, "WORLD_SIZE": "3"}, "expected RANK below WORLD_SIZE"),
         ({**BY_HAND, "LOCAL_RANK": "-1"}, "expected a whole number"),
         ({"PMIX_RANK": "0"}, "not how many"),
@@ -182,7 +179,6 @@ UNREADABLE: dict[str, dict[str, str | None]] = {
     "hosts": {"SLURM_STEP_NODELIST": "node["},
     "counts": {"SLURM_STEP_TASKS_PER_NODE": "2(x3,1"},
     "incomplete": {"SLURM_LOCALID": None},
-    "contradiction": {"PMI_RANK": "4", "PMI_SIZE": "7"},
     "impossible": {"SLURM_PROCID": "7"},
 }
 
@@ -202,15 +198,6 @@ def test_a_rank_that_is_complete_by_hand_needs_no_launcher(way: str) -> None:
         plan_launch({**environ, **by_hand, "RANK": "7"})
 
 
-def test_a_remedy_that_was_tried_is_not_told_again() -> None:
-    with pytest.raises(
-        ConfigError, match="unset it, or set all of RANK, WORLD_SIZE, LOCAL_RANK if"
-    ):
-        plan_launch({**SRUN, "RANK": "0"})
-    with pytest.raises(ConfigError, match=r"RANK=3 is set, but srun says 5: unset it$"):
-        plan_launch({**SRUN, **BY_HAND, "WORLD_SIZE": "7"})
-
-
 @pytest.mark.parametrize(
     ("hostlist", "first"),
     [
@@ -227,9 +214,7 @@ def test_the_first_host_of_a_list(hostlist: str, first: str) -> None:
     assert first_host(hostlist) == first
 
 
-@pytest.mark.parametrize(
-    "hostlist", ["", ",", "[", "a[]", "a[1", "a[x]", "a[1-]", "a]", "a b", "a\n", "é", "a[1]]"]
-)
+@pytest.mark.parametrize("hostlist", ["", ",", "a[]", "a[1", "a[x]", "a b", "a[1]]"])
 def test_what_is_no_list_of_hosts_is_refused(hostlist: str) -> None:
     with pytest.raises(ConfigError, match="expected host names"):
         first_host(hostlist)

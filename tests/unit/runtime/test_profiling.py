@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from torch.profiler import ProfilerActivity, profile
 
-from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.timing import in_profile
 from tests.support.compare import base_config
 from tests.support.models import batches
 from tests.support.ranks import run_ranks

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.runtime.process import make_first_calls
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
     HOST_CHUNK_NUMEL,
@@ -51,6 +51,8 @@ CLAMP = 4.5
 that dominates it."""
 
 _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
+
+make_first_calls()
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As int32, whose products wrap to 32 bits."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.runtime.process import make_first_calls
 from deepspeed_ext.zenflow.worker.kernel.codes import decode
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, Array, Pass
 
@@ -17,6 +17,8 @@ _START_SECONDS = 60.0
 """Longest time for all threads of a pool to start, on a busy machine."""
 # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
 _CHUNK_NUMEL = 128 * 1024
+
+make_first_calls()
 
 
 def as_tensor(array: Array) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import Caller
@@ -81,7 +81,7 @@ def stream_of(plan: ZenFlowPlan, process: Any = IDLE) -> tuple[Stream, Arena, li
     numels = [each.on_host for each in plan.partitions]
     lands = plan.places.published is Place.ACCELERATOR
     buffers = [LandingBuffer(plan, numel) for numel in numels] if lands else []
-    stream = Stream(plan, arena, process, buffers, stopwatch(), 60.0)
+    stream = Stream(plan, arena, process, buffers, Stopwatch(), 60.0)
     device = get_accelerator().current_device_name()
     dtype = getattr(torch, plan.dtypes.weights)
     weights = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
