@@ -49,14 +49,12 @@ def numel(text: str) -> int:
     )
 
 
-def positive(text: str) -> float:
+def positive(text: str, expected: str = "a number above 0, such as 55 or 25.6") -> float:
     """A number above 0 and below 1e9, in its argument's unit. Of memory: vendors write GB and mean
     GiB."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
         return float(text)
-    raise argparse.ArgumentTypeError(
-        f"expected a number above 0, such as 55 or 25.6, got {quoted(text)}"
-    )
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
 
 
 def reserved_cores(text: str) -> int | float:
@@ -64,7 +62,7 @@ def reserved_cores(text: str) -> int | float:
     if text.isdecimal():
         return whole(1, MAX_CORES)(text)
     expected = "a count of cores (1, 2, ...) or a fraction between 0 and 1"
-    if (value := speed(text, expected)) < 1:
+    if (value := positive(text, expected)) < 1:
         return value
     raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
 
