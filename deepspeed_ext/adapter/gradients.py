@@ -50,15 +50,15 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
         1-D, one element, fp64 (or fp32), on the same device. Infinite if an element is infinite or
         exceeds 1e19 in magnitude; NaN if an element is NaN.
     """
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
+    flat, exact = tensor.detach().reshape(-1), norm_dtype()
+    if not (whole := flat.numel() // _ROW * _ROW):
+        return torch.linalg.vector_norm(flat, dtype=torch.float32).to(exact).view(1)
     rows = flat[:whole].view(-1, _ROW)
     # On the CPU torch converts 16-bit input before it
     # reduces; pieces keep the converted copy in the cache.
     pieces = rows.split(_ROWS_ON_CPU) if flat.device.type == "cpu" else (rows,)
     norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
     norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
-    exact = norm_dtype()
     return torch.linalg.vector_norm(torch.cat(norms).to(exact)).view(1)
 
 

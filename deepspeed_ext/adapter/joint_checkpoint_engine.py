@@ -49,7 +49,7 @@ from deepspeed_ext.runtime.ranks import (
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite, CodedPart, FilePart
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
 
 __all__ = ["JointCheckpointEngine"]
 
@@ -472,7 +472,7 @@ def _submit_arena(
 ) -> tuple[list[int], list[Hole]]:
     """Submit the holes whose values are in the worker's arena; return the numbers of the
     submissions, and the other holes."""
-    parts: list[FilePart | CodedPart] = []
+    parts: list[FilePart] = []
     others: list[Hole] = []
     for hole in holes:
         on_host = hole.values.device.type == "cpu"

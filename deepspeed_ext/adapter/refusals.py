@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.rules import limits_of
-from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_CODED_BLOCK
+from deepspeed_ext.zenflow.plan.rule import limits_of
+from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_BLOCK
 
 __all__ = ["require_compilable", "require_supported"]
 
@@ -70,7 +70,6 @@ def require_supported(
 
 def _of_section(section: Any, of_rule: str, limits: str) -> Iterator[_Row]:
     zenflow, offload = section.zenflow, section.offload_optimizer
-    state_dtype = f'zenflow.state_dtype = "{zenflow.state_dtype}"'
     yield (
         "stage = 0",
         section.stage == 0,
@@ -79,8 +78,7 @@ def _of_section(section: Any, of_rule: str, limits: str) -> Iterator[_Row]:
     for name in ("offload_optimizer", "offload_param"):
         on_nvme = getattr(getattr(section, name), "device", None) == "nvme"
         yield f'{name}.device = "nvme"', on_nvme, "it is not built"
-    rounds = zenflow.state_dtype != "float32" and bool(limits)
-    yield f"{state_dtype} with {of_rule}", rounds, limits
+    yield from zenflow.refused_moments(limits, LARGEST_BLOCK)
     # with offload_param it has no effect
     on_host, ratio = zenflow.gradients_on_host and section.offload_param is None, section.host_ratio
     yield (
@@ -93,12 +91,6 @@ def _of_section(section: Any, of_rule: str, limits: str) -> Iterator[_Row]:
         f"gradients_on_host = true with offload_optimizer.ratio = {shown}",
         bool(on_host) and offload is not None and ratio not in (None, 1.0),
         "what steps on the accelerator needs its gradients there",
-    )
-    yield (
-        f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",
-        zenflow.state_dtype == "int8" and zenflow.block_size > LARGEST_CODED_BLOCK,
-        "a block has one scale, and in a large one most moments are small beside the largest: "
-        "lower block_size",
     )
     given = section.model_dump(include={"compute_grad_norm", "mics_shard_size"})
     yield (

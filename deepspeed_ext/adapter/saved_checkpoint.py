@@ -156,7 +156,7 @@ class SavedPartitions:
         size = saved.block_size
         first, last = begin // size * size, min(-(-end // size) * size, whole[MASTER].numel())
         p, m, v = (whole[name][first:last].clone() for name in (MASTER, "exp_avg", "exp_avg_sq"))
-        saved.partitions[flat].catch_up((p, m, v), saved.block_size, first, saved.moment_dtype)
+        saved.partitions[flat].catch_up((p, m, v), saved.block_size, first, saved.layout)
         inside = slice(begin - first, end - first)
         return {MASTER: p[inside], "exp_avg": m[inside], "exp_avg_sq": v[inside]}
 

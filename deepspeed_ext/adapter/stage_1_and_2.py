@@ -37,7 +37,7 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.memory import Parked
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.timing import in_profile
-from deepspeed_ext.zenflow.plan.places import Place, Source
+from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.shown_state import nan_like
 from deepspeed_ext.zenflow.step.state_store import StateStore
@@ -404,7 +404,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
         """Lay out a group's gradient in its ring slot; None if the slot is on another device, or
         holds only a part of the gradient."""
-        if self.host_optimizer.decided.places.handed_over is Place.IN_TRANSIT:
+        if self.host_optimizer.decided.is_in_transit:
             return None
         slot, end = self.host_optimizer.coming_slot(group_idx), 0
         numel = self.host_optimizer.state.wholes[group_idx].master.numel()

@@ -345,6 +345,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
+        self._clear_fp32_optimizer_param_groups()
         return self.zenflow_parts.state.saved(super().state_dict)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -353,6 +354,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with together(self.host_optimizer.ranks, CheckpointError):
+            # DeepSpeed adds the parameters again that an interrupted save or load has left there
+            self._clear_fp32_optimizer_param_groups()
             super()._rigid_load_state_dict(*args, **kwargs)
 
     def _restore_from_bit16_weights(self) -> None:

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import deepspeed.ops as ops_module
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
-from deepspeed.ops import adam as adam_module
-from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager
@@ -85,8 +84,7 @@ __all__ = [
     "ThroughputTimer",
     "TorchCheckpointEngine",
     "accelerator_branch_only",
-    "adam_module",
-    "lion_module",
+    "ops_module",
     "announced_builds",
     "before_gathers",
     "check",

@@ -25,7 +25,7 @@ from deepspeed_ext.config import ZenFlowConfig, ZeroFields, given_of_the_other_r
 from deepspeed_ext.config.file import read_json, require_fields, shown
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.facts import Ratio
-from deepspeed_ext.zenflow.plan.rules import limits_of
+from deepspeed_ext.zenflow.plan.rule import limits_of
 
 __all__ = ["REPLACED", "Config", "ZeroConfig"]
 
@@ -99,14 +99,12 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return 1.0 if is_one else given
 
     def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowConfig | None:
-        """The ``zenflow`` section. DeepSpeed's ``bf16.bf16_optimizer_states`` sets its
-        ``state_dtype`` to bfloat16, if that is not given and the update rule supports it."""
+        """The ``zenflow`` section, given DeepSpeed's ``bf16.bf16_optimizer_states``, which a rule
+        that keeps fp32 moments ignores."""
         section = self.zenflow
-        if section is None or not bf16_optimizer_states:
+        if section is None or not bf16_optimizer_states or limits_of(section):
             return section
-        if "state_dtype" in section.model_fields_set or limits_of(section):
-            return section
-        return section.model_copy(update={"state_dtype": "bfloat16"})
+        return section.with_bf16_moments()
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -286,7 +284,7 @@ class Config(DeepSpeedConfig):
         changes = {"offload_optimizer": implied, "zenflow": zenflow}
         self.zero_config = zero.model_copy(update=changes)
         self.zero_force_ds_cpu_optimizer = False
-        is_rounded = zenflow.state_dtype != "float32"
+        is_rounded = not zenflow.keeps_exact_moments
         return [name for name in found if not (is_rounded and name == _BF16_STATES)]
 
 

@@ -21,7 +21,7 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.plan.facts import Caller
+from deepspeed_ext.zenflow.plan.facts import Caller, reducing_bytes
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.copies import Run
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
@@ -88,6 +88,23 @@ class ZeroPartitions(Protocol):
         """Copy `values`, if given, to the weights, and gather these on all ranks. A collective."""
 
 
+def _caller(
+    zero: Any, dtype: torch.dtype, sizes: list[int], buckets: int, shards: int, **how: Any
+) -> Caller:
+    """The `Caller` of DeepSpeed's optimizer.
+
+    Args:
+        dtype: the weights'.
+        sizes: elements of each trained parameter.
+        buckets: number of its buckets.
+        shards: as for `reducing_bytes`.
+    """
+    dtypes = dtype_name(dtype), dtype_name(zero.gradient_accumulation_dtype)
+    each = [zero.reduce_bucket_size] * buckets
+    reducing = reducing_bytes(*dtypes, each, sum(sizes), max(sizes), shards)
+    return Caller(*dtypes, bucket_bytes=reducing if zero.contiguous_gradients else 0, **how)
+
+
 class GroupPartitions:
     """The partitions of stages 1 and 2: of whole parameter groups.
 
@@ -136,15 +153,10 @@ class GroupPartitions:
 
     def caller(self, ranks: int) -> Caller:
         zero = self._zero
+        sizes = [param.numel() for param in self.trained()]
         buckets = 2 if zero.overlap_comm else 1  # double-buffered if reduced during backward
-        bucket_bytes = zero.dtype.itemsize * zero.reduce_bucket_size * buckets
-        return Caller(
-            dtype_name(self.weights(0).dtype),
-            dtype_name(zero.gradient_accumulation_dtype),
-            takes_gradients=zero.partition_gradients,  # otherwise gradients are not sharded
-            bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
-            ranks=ranks,
-        )
+        how = {"takes_gradients": zero.partition_gradients}  # otherwise gradients are not sharded
+        return _caller(zero, self.weights(0).dtype, sizes, buckets, 0, ranks=ranks, **how)
 
     @property
     def has_gradients(self) -> bool:
@@ -222,17 +234,10 @@ class SubGroupPartitions:
         return ranks
 
     def caller(self, ranks: int) -> Caller:
-        zero = self._zero
-        bucket_bytes = zero.dtype.itemsize * zero.reduce_bucket_size
-        return Caller(
-            dtype_name(self.weights(0).dtype),
-            dtype_name(zero.gradient_accumulation_dtype),
-            Place.HOST if zero.offload_param else Place.ACCELERATOR,
-            takes_gradients=True,
-            partitions_weights=True,
-            bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
-            ranks=ranks,
-        )
+        zero, sizes = self._zero, [param.ds_numel for param in self.trained()]
+        place = Place.HOST if zero.offload_param else Place.ACCELERATOR
+        how = {"weights": place, "takes_gradients": True, "partitions_weights": True}
+        return _caller(zero, self.weights(0).dtype, sizes, 1, ranks, ranks=ranks, **how)
 
     @property
     def waits_after_weights(self) -> bool:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["CollectedValues", "converted"]
@@ -38,10 +38,12 @@ class CollectedValues(PredictivePartitionValues):
     def is_behind(self) -> bool:
         return True
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int, layout: StateLayout
+    ) -> None:
         first, end = self.on_accelerator + begin, begin + state[0].numel()
         for gradient, step in zip(self.gradients, self.collected, strict=True):
-            AdamPasses.take_host_step(state, gradient[begin:end], step, block_size, first, dtype)
+            step_in_fp32(layout, state, gradient[begin:end], step, block_size, first)
 
 
 _COLLECTED = TypeAdapter(CollectedValues)

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -116,17 +116,17 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
             content, path, pickle_module=SimpleNamespace(Pickler=Recorder, __name__=pickle.__name__)
         )
     places = _places(path)
-    if [storage.nbytes() for storage in storages.values()] != [place.nbytes for place in places]:
+    if [storage.nbytes() for storage in storages.values()] != [nbytes for nbytes, *_ in places]:
         raise SkeletonError(
             f"{path} has {len(places)} storages, but {len(storages)} were found in the content, "
             "or their sizes differ"
         )
     return [
-        Hole(
-            sources[key] if key in sources else _bytes_of(storage), place.offset, place.crc_offsets
+        Hole(sources[key] if key in sources else _bytes_of(storage), offset, crc_offsets)
+        for (key, storage), (nbytes, offset, crc_offsets) in zip(
+            storages.items(), places, strict=True
         )
-        for (key, storage), place in zip(storages.items(), places, strict=True)
-        if place.nbytes
+        if nbytes
     ]
 
 
@@ -173,17 +173,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-class _Place(NamedTuple):
-    """Where a storage lies in a file; see `Hole`."""
-
-    nbytes: int
-    offset: int
-    crc_offsets: tuple[int, ...]
-
-
-def _places(path: str) -> list[_Place]:
-    """The places of the storages in a file of `torch.save`, in the order of their numbers."""
-    found: dict[int, _Place] = {}
+def _places(path: str) -> list[tuple[int, int, tuple[int, int]]]:
+    """The storages in a file of `torch.save`, in the order of their numbers: bytes, offset and
+    `Hole.crc_offsets` of each."""
+    found: dict[int, tuple[int, int, tuple[int, int]]] = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         entry = archive.start_dir
         for record in archive.infolist():
@@ -194,7 +187,7 @@ def _places(path: str) -> list[_Place]:
             places = (entry + _CRC_PLACE, behind + _DESCRIPTOR_CRC_PLACE)
             folder, _, number = record.filename.partition("/")[2].partition("/")
             if folder == _STORAGE and number.isdecimal():
-                found[int(number)] = _Place(record.file_size, offset, places)
+                found[int(number)] = record.file_size, offset, places
             file.seek(entry)
             entry += _ENTRY.size + sum(_ENTRY.unpack(file.read(_ENTRY.size)))
     return [found[number] for number in sorted(found)]

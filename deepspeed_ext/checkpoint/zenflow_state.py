@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,10 +28,11 @@ from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Observer
 from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "STATE_KEY",
@@ -72,6 +73,11 @@ class SavedState:
     partitions: list[PartitionValues]
     plan: dict[str, Any] | None = None
     weights: list[torch.Tensor] | None = None
+
+    @property
+    def layout(self) -> StateLayout:
+        """The state of the optimizer that saved it."""
+        return replace(LAYOUTS[self.optimizer], moment_dtype=self.moment_dtype)
 
     @property
     def counts(self) -> list[int]:
@@ -189,7 +195,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
         "updates": host.state.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
-        **({} if host.first_steps is None else {"plan": _plan_of(host)}),
+        **({} if host.first_steps is None else {"plan": _plan_of(host.first_steps)}),
         **({} if weights is None else {"weights": list(weights)}),
         "partitions": [
             {
@@ -209,13 +215,11 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
     }
 
 
-def _plan_of(host: HostOptimizer) -> dict[str, Any]:
+def _plan_of(first_steps: Observer) -> dict[str, Any]:
     """The threads of the optimizer process, and whether they and the share on the accelerator were
     chosen from measured steps on this machine, named by its boot id."""
-    cpus = host.decided.cpus
-    threads = None if cpus is None else cpus.threads
-    is_chosen = host.first_steps is not None and host.first_steps.is_chosen
-    return {"threads": threads, "is_chosen": is_chosen, "host": host_id()}
+    is_chosen = first_steps.is_chosen
+    return {"threads": first_steps.threads, "is_chosen": is_chosen, "host": host_id()}
 
 
 def _chosen_threads(plan: Mapping[str, Any] | None) -> int | None:
@@ -268,7 +272,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         host.first_steps.resume(host, heads, _chosen_threads(saved.plan))
     if changed := _changed_setting(host, saved):
         for state, values in zip(host.state.wholes, saved.partitions, strict=True):
-            values.catch_up(state.arrays, saved.block_size, dtype=saved.moment_dtype)
+            values.catch_up(state.arrays, saved.block_size, layout=saved.layout)
         host.state.replaced(saved.counts)
         logger.warning(
             f"{where}: {changed} differs from the checkpoint; "

@@ -1,6 +1,7 @@
 """The ``zenflow`` section."""
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -14,6 +15,9 @@ __all__ = [
     "ZenFlowConfig",
     "given_of_the_other_rule",
 ]
+
+LayoutT = TypeVar("LayoutT", bound=Any)
+SectionT = TypeVar("SectionT", bound="ZenFlowConfig")
 
 DAY_SECONDS = 24 * 3600
 
@@ -133,8 +137,8 @@ class ZenFlowConfig(ConfigSection):
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
     step: in each partition those with the largest sum of absolute gradients. Costs about 12 bytes
-    of accelerator memory per hot parameter (see ``offload``), and with ``update_interval`` above 1
-    the mean gradient of the partition, where its gradients are (see ``gradients_on_host``)."""
+    of accelerator memory per hot parameter (of host memory with ``gradients_on_host``), and with
+    ``update_interval`` above 1 the mean gradient of the partition, in the same place."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps.
@@ -147,10 +151,6 @@ class ZenFlowConfig(ConfigSection):
     up to whole update intervals. At a selection their state moves between host and accelerator, and
     the step waits for the worker. Not given: 16 steps, but at least four update intervals
     (``auto``), or one epoch (``epoch``)."""
-
-    offload: bool = False
-    """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer
-    each way per step."""
 
     _retired = PrivateAttr()
 
@@ -195,6 +195,46 @@ class ZenFlowConfig(ConfigSection):
         return self.rule == "exact" and self.overlap_step is not False
 
     @property
+    def keeps_exact_moments(self) -> bool:
+        """Whether the moments are fp32."""
+        return self.state_dtype == "float32"
+
+    def state_of(self, layout: LayoutT) -> LayoutT:
+        """An optimizer's state, `StateLayout`, with the moments as this run keeps them."""
+        return replace(layout, moment_dtype=self.state_dtype)
+
+    def with_bf16_moments(self: SectionT) -> SectionT:
+        """This section where DeepSpeed's ``bf16.bf16_optimizer_states`` is set: ``state_dtype`` is
+        bfloat16, unless it is given."""
+        if "state_dtype" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"state_dtype": "bfloat16"})
+
+    def refused_moments(self, limits: str, largest_block: int) -> list[tuple[str, bool, str]]:
+        """Settings that contradict ``state_dtype``: what is said of them, whether they are given,
+        and the reason.
+
+        Args:
+            limits: why the rule needs fp32 moments; empty: it does not.
+            largest_block: elements of the largest block with one scale.
+        """
+        setting = f'zenflow.state_dtype = "{self.state_dtype}" with'
+        too_large = self.state_dtype == "int8" and self.block_size > largest_block
+        return [
+            (
+                f'{setting} update_rule = "{self.rule}"',
+                not self.keeps_exact_moments and bool(limits),
+                limits,
+            ),
+            (
+                f"{setting} block_size above {largest_block}",
+                too_large,
+                "a block has one scale, and in a large one most moments are small beside the "
+                "largest: lower block_size",
+            ),
+        ]
+
+    @property
     def warm_up_steps(self) -> int | None:
         """`full_warm_up_rounds`; None: not given."""
         return self.full_warm_up_rounds if "full_warm_up_rounds" in self.model_fields_set else None
@@ -204,6 +244,7 @@ RETIRED = {
     "select_block_size": "blocks have zenflow.block_size elements",
     "overlap_lag": "results are applied in the next step",
     "auto_ratio": "update_interval is 4, unless it is given",
+    "offload": "hot blocks are where the gradients are (gradients_on_host)",
     "update_rule": '"measured" means not given',
     "update_interval": '"measured" means not given',
     "hide_transfers": "the plan decides when copies run",
@@ -229,7 +270,7 @@ _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
-    "selective": CHOOSES_SELECTIVE | {"update_interval", "offload"},
+    "selective": CHOOSES_SELECTIVE | {"update_interval"},
     "exact": _EXACT,
 }
 """Fields that not every rule reads, by the rules that do."""

@@ -21,6 +21,7 @@ from deepspeed_ext.errors import StateError
 __all__ = ["hand_over", "receive"]
 
 _ALIGNMENT = 64
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MEMORY, _TENSORS, _END, _BROKEN, _READ = "memory", "tensors", "end", "broken", "read"
 """Kinds of messages. The reader sends two of them: `_READ` when it has read the bucket, `_BROKEN`
 if it stops early."""
@@ -76,8 +77,7 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         StateError: the other process ended, or failed, before it had handed over everything.
     """
-    memory: torch.Tensor | None = None
-    reads = False
+    memory, reads = _NO_MEMORY, False
     try:
         while (message := connection.recv())[0] != _END:
             kind, content = message
@@ -88,7 +88,6 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
             if kind == _MEMORY:
                 memory = _mapped(reduction.recv_handle(connection), content)
                 continue
-            assert memory is not None, "the memory comes first"
             reads = True
             views: dict[Any, torch.Tensor] = {}
             for name, *place in content:
@@ -121,47 +120,42 @@ class _Sender:
     def __init__(self, connection: Connection, bucket_bytes: int) -> None:
         self._connection = connection
         self._bucket_bytes = bucket_bytes
-        self._memory: torch.Tensor | None = None
-        self._told: list[tuple[Any, ...]] = []
+        self._memory = _NO_MEMORY
+        self._places: list[tuple[Any, ...]] = []
         self._last: torch.Tensor | None = None
         self._end = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if tensor is self._last:  # tied
-            self._told.append((name, *self._told[-1][1:]))
+            self._places.append((name, *self._places[-1][1:]))
             return
         self._last = tensor
-        if self._memory is None or self._end + tensor.nbytes > self._memory.numel():
+        if self._end + tensor.nbytes > self._memory.numel():
             self.flush()
-            self._make_room(tensor.nbytes)
-        assert self._memory is not None
+        if tensor.nbytes > self._memory.numel():
+            self._allocate(max(self._bucket_bytes, tensor.nbytes))
         place = self._memory[self._end : self._end + tensor.nbytes]
         place.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
-        shape = tuple(tensor.shape)
-        self._told.append((name, tensor.dtype, shape, self._end, tensor.nbytes))
+        self._places.append((name, tensor.dtype, tuple(tensor.shape), self._end, tensor.nbytes))
         self._end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def _make_room(self, nbytes: int) -> None:
-        """Allocate new shared memory if `nbytes` do not fit into the present one."""
-        if self._memory is not None and nbytes <= self._memory.numel():
-            return
-        size = max(self._bucket_bytes, nbytes, 1)
+    def _allocate(self, nbytes: int) -> None:
         fileno = os.memfd_create("deepspeed_ext-weights", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fileno, size)
-            self._connection.send((_MEMORY, size))
+            os.ftruncate(fileno, nbytes)
+            self._connection.send((_MEMORY, nbytes))
             reduction.send_handle(self._connection, fileno, os.getpid())
-            self._memory = _mapped(os.dup(fileno), size)
+            self._memory = _mapped(os.dup(fileno), nbytes)
         finally:
             os.close(fileno)
 
     def flush(self) -> None:
         """Send what the memory holds, and wait until the reader has read it."""
-        if self._told:
-            self._connection.send((_TENSORS, self._told))
+        if self._places:
+            self._connection.send((_TENSORS, self._places))
             if self._connection.recv() != _READ:
                 raise StateError(
                     "the process that receives the weights has stopped before the last: iterate "
                     "over receive(...) to the end"
                 )
-        self._told, self._end = [], 0
+        self._places, self._end = [], 0

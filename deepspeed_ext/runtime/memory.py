@@ -153,8 +153,7 @@ def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T
             refused = True
         else:
             error = caught
-    raise_together(ranks, error)
-    return result if ranks.all(not refused) else None
+    return None if raise_together(ranks, error, flag=refused) else result
 
 
 class Parked:

@@ -49,8 +49,8 @@ The selective rule adds:
 
 =============  ===============  =====================  =========================================
 hot blocks     fp32 [k, b]      accelerator, or        p, m, v of the k blocks that step on the
-                                pinned host memory     accelerator; moved there and back when
-                                (``offload``)          blocks are selected
+                                where gradients are    accelerator; moved there and back when
+                                                       blocks are selected
 updates        int32 [blocks]   arena "updates"        updates of each block so far; negative
                                                        for a hot block
 =============  ===============  =====================  =========================================

@@ -3,18 +3,21 @@ partition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import launch, prepare
+from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.worker.arena import Arena
 
 __all__ = ["partition_of", "prepare_kernels"]
+
+_REHEARSED_NUMEL = 1 << 16
+"""Elements of the arrays on which kernels are compiled."""
 
 
 def prepare_kernels(
@@ -24,20 +27,39 @@ def prepare_kernels(
 
     A partition's gradient and results are at least as aligned as its weights.
     """
-    device, block_size, names = weights[0].device, plan.rule.block_size, plan.dtypes
-    dtypes = (getattr(torch, name) for name in (names.weights, names.published, names.gradient))
-    of_weights, published, gradient = dtypes
-    alignments = {launch.is_aligned(block_size, [part]) for part in weights}
-    calls: list[Iterable[Callable[[], object]]] = []
-    if Kernel.NORM in plan.kernels:
-        calls.append(prepare.norms(device, {of_weights, gradient}))
-    if Kernel.STEP in plan.kernels:
-        stepped = gradient, of_weights
-        calls.append(kind.step_kernels(device, block_size, stepped, alignments))
-    if Kernel.ESTIMATE in plan.kernels:
-        estimated = of_weights, published, gradient
-        calls.append(kind.estimate_kernels(device, block_size, estimated, alignments))
-    prepare.prepare(device, block_size, chain(*calls), warns=warns)
+    device, block_size, layout = weights[0].device, plan.rule.block_size, kind.layout
+    names, step = plan.dtypes, kind.step(0, 1, 1.0)
+    of_weights, published, gradient = (
+        getattr(torch, name) for name in (names.weights, names.published, names.gradient)
+    )
+    blocks = max(1, _REHEARSED_NUMEL // block_size)
+
+    def zeros(dtype: torch.dtype, first: int = 0, numel: int = blocks * block_size) -> torch.Tensor:
+        return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
+
+    def norm(dtype: torch.dtype) -> None:
+        launch.norms([zeros(dtype)])
+
+    def estimate(first: int) -> None:
+        w, y, g = (zeros(dtype, first) for dtype in (of_weights, published, gradient))
+        width, dtype = layout.per_block_width(block_size), getattr(torch, layout.per_block[1])
+        known = kind.estimate(step, zeros(dtype, 0, blocks * width), block_size)
+        kind.predict(known, w, y, g, step)
+
+    def step_rows(first: int) -> None:
+        state = [zeros(getattr(torch, dtype)).view(blocks, -1) for _, dtype in layout.arrays]
+        state += [zeros(torch.uint8, 0, blocks) for _ in layout.scales]
+        g, w = (zeros(dtype, first).view(blocks, -1) for dtype in (gradient, of_weights))
+        kind.step_rows(state, g, w, step)
+
+    firsts = {0 if launch.is_aligned(block_size, [part]) else 1 for part in weights}
+    calls: list[Callable[[], None]] = []
+    calls += [partial(norm, dtype) for dtype in {of_weights, gradient}]
+    if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
+        calls += [partial(step_rows, first) for first in firsts]
+    if plan.computes_there and plan.rule.estimates:
+        calls += [partial(estimate, first) for first in firsts]
+    launch.prepare(device, block_size, calls, warns=warns)
 
 
 def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena) -> Partition:

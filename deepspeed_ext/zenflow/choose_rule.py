@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, RuleSettings
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, RuleSettings, SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState

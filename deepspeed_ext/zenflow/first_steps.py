@@ -35,7 +35,6 @@ from deepspeed_ext.zenflow.plan.share import (
     times_of,
     with_heads,
     with_host_share,
-    with_threads,
 )
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -53,8 +52,12 @@ class FirstSteps:
         config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
             of a step.
         chooses_share: whether the share may move; otherwise only threads are chosen.
-        threads: thread counts to try, the present one first; a single one stays.
+        counts: thread counts to try, the present one first; a single one stays.
         cores: those of the optimizer process, and all of its rank; None: not known.
+
+    Attributes:
+        is_chosen: whether share and threads were chosen on this machine.
+        threads: those of the worker's passes.
     """
 
     def __init__(
@@ -63,23 +66,17 @@ class FirstSteps:
         config: ZenFlowConfig,
         chooses_share: bool,
         *,
-        threads: Sequence[int],
+        counts: Sequence[int],
         cores: tuple[int, int] | None,
     ) -> None:
-        self._metrics = metrics
+        self.is_chosen, self.threads = False, counts[0]
+        self._metrics, self._counts, self._cores = metrics, tuple(counts), cores
         self._reserve_fraction = config.offload_reserve_fraction
         self._chooses_share = chooses_share
-        self._counts = tuple(threads)
-        self._threads = self._counts[0]
-        self._cores = cores
-        self._steps = 0
-        """Successive steps that all waited for their own update, or all overlapped."""
+        self._steps = 0  # successive ones that all waited for their own update, or all overlapped
         self._passes: list[float] = []
-        self._alone: MeasuredStep | None = None
-        """A typical synchronous step."""
+        self._alone: MeasuredStep | None = None  # a typical synchronous step
         self._is_over = False
-        self.is_chosen = False
-        """Whether share and threads were chosen on this machine."""
         metrics.estimating = Stopwatch() if chooses_share else None
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
@@ -118,21 +115,20 @@ class FirstSteps:
             self._limit(host, best_threads(self._counts, self._passes))
 
     def _limit(self, host: HostOptimizer, threads: int) -> None:
-        if threads != self._threads:
+        if threads != self.threads:
             with host.link.deferring_errors():
                 host.link.limit_threads(threads)
-            self._threads = threads
+            self.threads = threads
 
     def _choose(self, host: HostOptimizer) -> bool:
         """Choose with all ranks, and return whether the share has moved. A collective."""
         self.is_chosen, self._metrics.estimating = True, None
-        host.decided = plan = with_threads(host.decided, self._threads)
         if not self._chooses_share:
             return False
-        mine, overlaps = (ChainTimes(0.0, 0.0), UNITS), plan.rule.overlapped
+        plan, mine = host.decided, (ChainTimes(0.0, 0.0), UNITS)
         with host.link.deferring_errors():
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
-            beside = self._metrics.typical_step() if overlaps else None
+            beside = self._metrics.typical_step() if plan.rule.overlapped else None
             units = least_units(plan, memory.unused_accelerator_bytes() - reserve)
             mine = times_of(plan, self._alone, beside), units
         share, why = chosen_share(plan, host.ranks.gather_objects(mine))
@@ -144,8 +140,7 @@ class FirstSteps:
             why = why if moves else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
             ratio = f"offload_optimizer.ratio is {host.decided.host_share:.4g}"
-            cores = f" with {self._threads} core_binding.optimizer_cores" if plan.cpus else ""
-            logger.info(f"{ratio}{cores}: {why}")
+            logger.info(f"{ratio} with {self.threads} core_binding.optimizer_cores: {why}")
         return moves
 
     def resume(self, host: HostOptimizer, heads: Sequence[int], threads: int | None) -> None:
@@ -164,18 +159,15 @@ class FirstSteps:
         self._metrics.begin_anew()
         if is_kept:
             self.is_chosen, self._metrics.estimating = True, None
-            assert threads is not None
-            self._limit(host, threads if threads in self._counts else self._counts[0])
-            host.decided = with_threads(host.decided, self._threads)
-        else:
-            self._limit(host, self._counts[0])
+        kept = threads if is_kept and threads in self._counts else None
+        self._limit(host, kept or self._counts[0])
 
     def _take_over(self, host: HostOptimizer, heads: Sequence[int]) -> bool:
         """Let so many elements of each partition step on the accelerator; return whether they do. A
         collective."""
-        plan, sizes = host.decided, [state.master.numel() for state in host.state.wholes]
+        plan, sizes = host.decided, [each.numel for each in host.decided.partitions]
         fits = len(heads) == len(sizes) and all(
-            head % host.rule.block_size == 0 and head <= size
+            head % plan.rule.block_size == 0 and head <= size
             for head, size in zip(heads, sizes, strict=False)
         )
         wants, fits_all = host.ranks.minimum(-int(any(heads)), int(fits))

@@ -1,27 +1,29 @@
-"""Starts a rank's optimizer process and builds `HostOptimizer` around it."""
+"""Starts a rank's optimizer process and builds `HostOptimizer` around it: facts are exchanged once,
+plans compared once, and exactly the plan is built."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+import psutil
 import torch
 
 from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
-from deepspeed_ext.runtime.proc import format_cpulist
+from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
-from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
 from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
 from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
-from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import thread_counts
@@ -36,7 +38,9 @@ from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffe
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["ZenFlowStart", "start_optimizer"]
+__all__ = ["ZenFlowStart", "start_optimizer", "swap_warning"]
+
+_MOST_SWAPPED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,21 @@ def start_optimizer(
         WorkerError: the worker does not start, or another rank raised one of these errors.
     """
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
+    swapped = psutil.swap_memory().used
     with together(ranks, otherwise=None):
         kind = kind_of(optimizer, start.run.config)
         threads = _threads(start)
-    facts = facts_of_all(parts, caller, type(kind).layout, ranks, _cpus(threads))
+    with together(ranks):
+        mine = RankFacts(
+            tuple(Run(part.numel()) for part in parts),
+            memory.free_accelerator_bytes(),
+            memory.total_accelerator_bytes(),
+            proc.host_id(),
+            tuple(sorted(proc.available_by_limit().items())),
+        )
+    is_on_cpu = get_accelerator().is_synchronized_device()
+    layout, every = type(kind).layout, tuple(ranks.gather_objects(mine))
+    facts = ZenFlowFacts(every, caller, ranks.rank, layout, is_on_cpu=is_on_cpu)
     with within(ranks, replicas):  # stages of a pipeline may have different groups
         require_same_plan("ZenFlow's partitions", list(groups), replicas)
     plan, buffers = _plan_with_buffers(facts, start.run, ranks)
@@ -100,18 +115,62 @@ def start_optimizer(
     heads = None
     if plan.has_heads:
         heads = Heads.on_all_ranks(plan, parts, link.arena, kind, ranks)
-    layout = plan.rule.layout
     states = [
-        _state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)
+        _state(plan.rule.layout, i, group, link.arena, partial(weights, i))
+        for i, group in enumerate(groups)
     ]
     partitions = [partition_of(plan, i, state, link.arena) for i, state in enumerate(states)]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
+    if (told := swap_warning(psutil.swap_memory().used - swapped)) is not None:
+        logger.warning(f"rank {ranks.rank}: {told}")
     rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
     store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
-    host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=facts.is_on_cpu)
+    host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=is_on_cpu)
     return host
+
+
+def _threads(start: ZenFlowStart) -> WorkerThreads:
+    """The worker's threads."""
+    placement, reserved = start.placement, start.run.config.pt_reserved_cores
+    if placement is None:
+        on_cpu = get_accelerator().is_synchronized_device()
+        count = unbound_threads(reserved, local_world_size(), on_cpu=on_cpu)
+    else:
+        count = placement.threads
+    return WorkerThreads(placement, count, start.run.worker_timeout_seconds)
+
+
+def _plan_with_buffers(
+    facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup
+) -> tuple[ZenFlowPlan, list[LandingBuffer]]:
+    """The plan and its landing buffers, or a plan without them if a rank cannot allocate them. A
+    collective."""
+    plan = _agreed_plan(facts, run, ranks)
+    buffers = landing_buffers(plan, ranks)
+    if buffers is None:
+        plan, buffers = _agreed_plan(replace(facts, refuses_landing=True), run, ranks), []
+    if plan.shortage is not None:
+        raise agreed(OutOfMemoryError(plan.shortage), ranks)
+    return plan, buffers
+
+
+def _agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFlowPlan:
+    """The plan of this rank. A collective."""
+    config, steps = run.config, run.steps_per_epoch
+    with together(ranks, otherwise=None):
+        plan = decide(facts, config, ratio=run.ratio, steps_per_epoch=steps)
+    fields = config.model_dump(exclude={"pt_reserved_cores"})
+    by_epoch = config.select_strategy == "epoch"  # otherwise ranks may load different data
+    settings = fields, steps if by_epoch else None, run.ratio
+    require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
+    if ranks.rank == 0:
+        if plan.rule.warning is not None:
+            logger.warning(plan.rule.warning)
+        for reason in plan.reasons:
+            (logger.info if reason.is_open else logger.debug)(str(reason))
+    return plan
 
 
 def _first_steps(
@@ -137,39 +196,19 @@ def _first_steps(
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):
         return None
     cores = None if start.cores is None else (count, start.cores)
-    return FirstSteps(metrics, config, plan.measures_share, threads=counts, cores=cores)
+    return FirstSteps(metrics, config, plan.measures_share, counts=counts, cores=cores)
 
 
-def _plan_with_buffers(
-    facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup
-) -> tuple[ZenFlowPlan, list[LandingBuffer]]:
-    """The plan and its landing buffers, or a plan without them if a rank cannot allocate them. A
-    collective."""
-    plan = agreed_plan(facts, run, ranks)
-    buffers = landing_buffers(plan, ranks)
-    if buffers is None:
-        plan, buffers = agreed_plan(replace(facts, refuses_landing=True), run, ranks), []
-    if plan.shortage is not None:
-        raise agreed(OutOfMemoryError(plan.shortage), ranks)
-    return plan, buffers
-
-
-def _threads(start: ZenFlowStart) -> WorkerThreads:
-    """The worker's threads."""
-    placement, reserved = start.placement, start.run.config.pt_reserved_cores
-    if placement is None:
-        on_cpu = get_accelerator().is_synchronized_device()
-        count = unbound_threads(reserved, local_world_size(), on_cpu=on_cpu)
-    else:
-        count = placement.threads
-    return WorkerThreads(placement, count, start.run.worker_timeout_seconds)
-
-
-def _cpus(threads: WorkerThreads) -> Cpus:
-    """The CPUs of this process and of the worker."""
-    placement = threads.placement
-    optimizer = "" if placement is None else format_cpulist(placement.cpus)
-    return Cpus(format_cpulist(os.sched_getaffinity(0)), optimizer, threads.count)
+def swap_warning(swapped: int) -> str | None:
+    """What to say if so many bytes of the host were swapped out while the state was built; None:
+    too few to matter."""
+    if swapped < _MOST_SWAPPED:
+        return None
+    return (
+        f"{swapped:,} bytes of this host were swapped out while p and the moments were built. "
+        "Every step reads and writes all of them, so steps will take many times as long: set "
+        "zenflow.state_dtype to bfloat16 or int8, use more hosts, or free memory"
+    )
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
+from deepspeed_ext.zenflow.kernels import predict
+from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
 from deepspeed_ext.zenflow.rules.predictive.schedule import (
     PredictivePlan,
     PredictiveSchedule,
@@ -29,18 +30,17 @@ class _Part:
 
     Attributes:
         weights: W, 1-D [n].
-        estimator: of the newest result that was read.
     """
 
     host: Host
     weights: torch.Tensor
-    estimator: Estimator | None = None
 
-    def read(self, last: AdamStep) -> Estimator:
-        """Build the estimator from the newest block means, which belong to the update `last`."""
-        host = self.host
-        self.estimator = Estimator.after(last, host.means, host.block_size)
-        return self.estimator
+    def predict(self, last: AdamStep, grad: torch.Tensor, step: AdamStep) -> None:
+        """Predict the weights from the newest result, that of the update `last`."""
+        host, effect = self.host, effect_of(step, step.step)
+        inverse = inverses(last, host.means)
+        arrays = self.weights, host.published, grad, inverse
+        predict(*arrays, step.grad_scale, effect, host.block_size)
 
 
 class Ours(Rule):
@@ -88,12 +88,10 @@ class Ours(Rule):
             host.step(grad, step)
             part.weights.copy_(host.published)
             if plan.publish_ahead:
-                part.read(step)
                 host.run((), (), publish_ahead(step))
             return
         assert self.last is not None
-        effect = effect_of(step, step.step)
-        part.read(self.last).predict(part.weights, host.published, grad, step.grad_scale, effect)
+        part.predict(self.last, grad, step)
         host.run([grad], [step], publish_ahead(step))
 
     def weights(self, rank: int = 0) -> torch.Tensor:

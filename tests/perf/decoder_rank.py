@@ -154,7 +154,7 @@ def plan() -> dict[str, Any]:
     if host is None:
         return {}
     reasons = [str(reason) for reason in host.decided.reasons]
-    config = {"ratio": host.decided.host_share, "cpus": str(host.decided.cpus)}
+    config = {"ratio": host.decided.host_share}
     return {"config": config, "reasons": reasons}
 
 

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from deepspeed_ext.commands.memory.plan import PLACES
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.held import Phase
 from tests.perf import report
 from tests.support.memory_runs import PARAMS, WAYS, compared, memory_config
 from tests.support.ranks import close_pools

@@ -68,11 +68,7 @@ class Variant:
         elif kernel == "norms":
             constants = dict(launch.NORM_SUM)
         else:
-            constants = launch.shape_constants(kernel.removesuffix("_signs"), block, aligned)
-        if kernel in ("predict", "predict_signs"):
-            constants["SIGNS"] = kernel == "predict_signs"
-            dtypes = dtypes | ({"known": "i32"} if constants["SIGNS"] else {})
-            kernel = "predict"
+            constants = launch.shape_constants(kernel, block, aligned)
         return cls(kernel, tuple(dtypes.items()), tuple(constants.items()))
 
     @property

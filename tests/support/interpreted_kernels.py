@@ -23,10 +23,9 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import device, host, launch
+from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.codes import store
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.worker.kernel.moments import store
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)
 READ = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,10 +81,7 @@ class Case:
         before = len(launch.variants())
         run(*arrays)
         assert launch.variants() or before, "no kernel ran"
-        with (
-            patch.object(launch, "serves", lambda *_: False),
-            patch.object(host, "serves", lambda *_: False),
-        ):
+        with patch.object(launch, "serves", lambda *_: False):
             run(*wanted)
         return list(zip(arrays, wanted, strict=True))
 
@@ -129,23 +125,6 @@ class Case:
             each.masked_fill_(each.abs() < torch.finfo(torch.bfloat16).tiny, 0.0)
         return pairs
 
-    def predict_signs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
-        rows, width = -(-self.n // self.block), LION_STATE.per_block_width(self.block)
-        generator = torch.Generator().manual_seed(self.random.getrandbits(32))
-        known = torch.randint(
-            -(1 << 31), 1 << 31, (rows, width), dtype=torch.int32, generator=generator
-        )
-        known[:, 0] = self.array(torch.float32, rows).abs().view(torch.int32)
-        numbers = self.number(), self.random.choice([0.0, 0.9]), self.number()
-        weights = self.array(self.random.choice(STORED))
-        return self.both(
-            lambda w: launch.predict_signs(
-                w, published, grad, known.view(-1), *numbers, self.block
-            ),
-            [weights],
-        )
-
     def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sums in another order: equal but for the last bits of fp64."""
         dtype = self.random.choice(READ)
@@ -176,7 +155,6 @@ def main(cases: int, seed: int) -> None:
         for kernel in (
             case.predict,
             case.adam_step,
-            case.predict_signs,
             *([case.norms] if number % 8 == 0 else []),
         ):
             for found, wanted in kernel():

@@ -50,7 +50,6 @@ def sections(draw: Any, stage: int) -> ZenFlowConfig:
             "update_interval": draw(st.sampled_from([None, 2, 4])),
             "topk_ratio": draw(st.floats(0.01, 0.9)),
             "overlap_step": draw(st.booleans()),
-            "offload": draw(st.booleans()),
             "select_interval": draw(st.sampled_from([None, 4])),
         }
     return ZenFlowConfig(**{name: value for name, value in given.items() if value is not None})

@@ -32,7 +32,7 @@ from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.heads import Heads
@@ -75,7 +75,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "zenflow": {**SELECTIVE, "gradients_on_host": True}
     },
     "selective, interval 2": {"zenflow": SELECTIVE},
-    "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
 }
 """Fields of ``zero_optimization``."""
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -69,7 +69,7 @@ def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
         if not waits:
             _patch(stack, Stream, "take", poison.take)
         _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
-        _patch(stack, Estimator, "predict", poison.predict)
+        _patch(stack, AdamKind, "predict", poison.predict)
         _patch(stack, Stream, "_bring_up", poison.bring_up)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, OptimizerProcess, "submit", poison.submit)
@@ -115,10 +115,12 @@ class _Poison:
         return method
 
     def predict(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(estimator: Estimator, weights: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def method(
+            kind: AdamKind, estimate: Any, weights: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> None:
             weights.fill_(float("nan"))
             delay()
-            original(estimator, weights, *args, **kwargs)
+            original(kind, estimate, weights, *args, **kwargs)
 
         return method
 
@@ -197,7 +199,7 @@ def synchronous() -> Iterator[None]:
             (Stream, "depart"),
             (Stream, "block_means"),
             (Stream, "complete"),
-            (Estimator, "predict"),
+            (AdamKind, "predict"),
             (PredictiveRule, "_read_results"),
             (SelectiveRule, "to_hand_over"),
         ):

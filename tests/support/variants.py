@@ -111,7 +111,6 @@ class Variant:
 
 
 ON_HOST = {"gradients_on_host": True}
-SELECTIVE_AWAY = RULES["selective"] | {"offload": True}
 WAITS = {"update_rule": "predictive", "overlap_step": False}
 """What the exact rule is like: a step waits for its own update."""
 PARAMS_ON_HOST = {
@@ -149,7 +148,6 @@ VARIANTS: dict[str, Variant] = {
     "predictive, async save": Variant({"async_save": True}),
     "selective": Variant(RULES["selective"], stages=(1, 2, 3)),
     "selective, share": Variant(RULES["selective"], SHARE),
-    "selective, state on the host": Variant(SELECTIVE_AWAY),
     **{
         f"{name}, experts": Variant(
             section,
@@ -187,7 +185,6 @@ VARIANTS: dict[str, Variant] = {
     "gradients on the host, fp16": _varied(_on_host(), dtypes=("fp16",)),
     "gradients on the host, without overlap": _on_host(overlap_step=False),
     "gradients on the host, selective": _on_host(**RULES["selective"]),
-    "gradients on the host, selective, its state too": _on_host(**SELECTIVE_AWAY),
     "gradients on the host, Lion": _varied(_on_host(), optimizer="Lion"),
     "gradients on the host, overlap_comm": _varied(
         _on_host(), stages=(2,), zero={"overlap_comm": True}
@@ -214,7 +211,6 @@ VARIANTS: dict[str, Variant] = {
             ("bf16 moments", {"state_dtype": "bfloat16"}, "AdamW"),
             ("8-bit moments", {"state_dtype": "int8"}, "AdamW"),
             ("selective", RULES["selective"], "AdamW"),
-            ("selective, its state too", SELECTIVE_AWAY, "AdamW"),
             ("Lion", {}, "Lion"),
         )
     },

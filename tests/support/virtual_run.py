@@ -16,7 +16,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import first_steps
 from deepspeed_ext.zenflow.plan.decide import decide
-from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
@@ -103,7 +103,7 @@ class VirtualRun:
         self.plans: list[tuple[float, int]] = []
         self._steps: list[tuple[float, float, float]] = []
         self._threads, self._waited = THREADS, True
-        rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
+        rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL)
         facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
         decided = decide(facts, ZenFlowConfig(), ratio=None)
         assert decided.measures_share
@@ -113,11 +113,8 @@ class VirtualRun:
             decided=decided,
             ranks=_Ranks(machine.slower),
             link=SimpleNamespace(deferring_errors=no_errors, limit_threads=limit),
-            rule=SimpleNamespace(schedule=self.schedule, block_size=decided.rule.block_size),
-            state=SimpleNamespace(
-                wholes=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
-                expose=lambda **_: True,
-            ),
+            rule=SimpleNamespace(schedule=self.schedule),
+            state=SimpleNamespace(expose=lambda **_: True),
         )
         self.metrics: Any = SimpleNamespace(
             typical_step=self._typical_step, begin_anew=self._steps.clear, worker_seconds=math.nan
@@ -126,7 +123,7 @@ class VirtualRun:
             self.metrics,
             ZenFlowConfig(),
             chooses_share=True,
-            threads=thread_counts(THREADS),
+            counts=thread_counts(THREADS),
             cores=None,
         )
 
@@ -177,7 +174,7 @@ class VirtualRun:
                 self._steps.append((device, passed, wait))
                 self.schedule.advance(plan)
                 self.first_steps.after_step(self.host, plan)
-                self.plans.append((self.share, self.host.decided.cpus.threads))
+                self.plans.append((self.share, self.first_steps.threads))
 
     def resume(self, saved: VirtualRun, *, is_elsewhere: bool) -> None:
         """Go on from a checkpoint of another run."""
@@ -185,8 +182,7 @@ class VirtualRun:
         decided: ZenFlowPlan = saved.host.decided
         heads = [each.head for each in decided.partitions]
         is_chosen = saved.first_steps.is_chosen and not is_elsewhere
-        assert decided.cpus is not None
-        threads = decided.cpus.threads if is_chosen else None
+        threads = saved.first_steps.threads if is_chosen else None
 
         def move(host: Any, plan: ZenFlowPlan) -> bool:
             host.decided = plan

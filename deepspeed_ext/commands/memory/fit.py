@@ -10,8 +10,8 @@ from functools import cached_property
 from deepspeed_ext.commands.memory.model import GIB, Machine, Model, Shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Setup, inexactness, name_of, ways
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of
-from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
 
@@ -87,7 +87,7 @@ def lanes_on(plan: MemoryPlan) -> Lanes:
         return Lanes(0.0, 0.0, 0.0, 0.0, fetched)
     copied = 4 + item if item < 4 else 0
     down, up = 4 * numel / link, item * numel / link
-    passed = (7 * 4 + copied + 4 + item) * numel / machine.host_of_rank
+    passed = (7 * 4 + copied) * numel / machine.host_of_rank
     return Lanes(down, up, passed, passed + (0.0 if on_host else up), max(down, fetched))
 
 
@@ -180,7 +180,7 @@ def _fit(question: Question, setup: Setup) -> Fit:
     if total is not None:
         lanes = lanes_on(whole.plan)
         slower_way = max(lanes.down, lanes.up)
-        times = ChainTimes(question.compute, lanes.host, slower_way, 0.0, _CONTENTION)
+        times = ChainTimes(question.compute, lanes.host, slower_way, _CONTENTION)
         reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
         room = total - reserve - whole.needed[Place.ACCELERATOR]
         share, _ = chosen_share(now, [(times, least_units(now, room))])

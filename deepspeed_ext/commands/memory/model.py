@@ -228,8 +228,8 @@ class Machine:
         ranks, per_host: GPUs, and how many of them share a host.
         gpu_bytes, host_bytes: memory of one GPU and of one host; None: not known.
         link: bytes per second between one GPU and its host, each way, both ways at once.
-        host: bytes per second of a host's memory, for all its ranks together; reads and writes
-            count alike.
+        host: bytes per second that passes move in a host's memory, for all its ranks together,
+            while copies run beside them; reads and writes count alike.
         of_rank: bytes per second of host memory that one rank's cores move at most.
         flops: floating-point operations per second that a GPU sustains in forward and backward.
         name: in a few words.

@@ -17,8 +17,8 @@ from deepspeed_ext.commands.memory.setup import Machine, Model, Run, Setup
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, choose_tier, required_bytes
 from deepspeed_ext.zenflow.plan.facts import RankFacts
-from deepspeed_ext.zenflow.plan.held import Held, passing
-from deepspeed_ext.zenflow.plan.phases import (
+from deepspeed_ext.zenflow.plan.held import (
+    Held,
     Holder,
     Memory,
     Moments,
@@ -26,6 +26,7 @@ from deepspeed_ext.zenflow.plan.phases import (
     Phase,
     nbytes_of,
     parts_within,
+    passing,
 )
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan

@@ -28,7 +28,7 @@ from deepspeed_ext.commands.memory.setup import (
     zero_section,
 )
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of
+from deepspeed_ext.zenflow.plan.held import Part, Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Place
 
 __all__ = ["as_json", "as_text", "phases_text"]

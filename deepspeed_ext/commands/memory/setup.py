@@ -15,7 +15,7 @@ from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.plan.decide import decide
-from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts, reducing_bytes
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -36,6 +36,8 @@ __all__ = [
 __all__ += ["config_of", "cost_of", "inexactness", "name_of", "ways", "zero_section"]
 
 Stage = Literal[1, 2, 3]
+_LISTED = 32
+"""Most equal partitions that are planned one by one, to the byte."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,27 @@ class Setup:
         if not self.partitions_weights or not 0 < self.sub_group_size < numel:
             return [Run(numel, 1)]
         whole, rest = divmod(numel, self.sub_group_size)
-        return [Run(self.sub_group_size, whole), *([Run(rest, 1)] if rest else [])]
+        size, few = self.sub_group_size, whole <= _LISTED
+        equal = [Run(size)] * whole if few else [Run(size, whole)]
+        return [*equal, *([Run(rest)] if rest else [])]
 
     def partition_numel(self, model: Model, machine: Machine) -> int:
         """Elements of all partitions of a rank."""
         return sum(run.numel * run.times for run in self.partitions(model, machine))
+
+    def caller(self, model: Model, machine: Machine) -> Caller:
+        """The ZeRO optimizer around ZenFlow."""
+        dtypes = model.dtype, self.accumulation_dtype(model)
+        buckets = [self.reduce_bucket_size] * (self.bucket // self.reduce_bucket_size)
+        shards = machine.ranks if self.partitions_weights else 0
+        return Caller(
+            *dtypes,
+            self.weights,
+            takes_gradients=self.stage != 1,
+            partitions_weights=self.partitions_weights,
+            bucket_bytes=reducing_bytes(*dtypes, buckets, model.params, model.largest, shards),
+            ranks=machine.ranks,
+        )
 
     def zenflow_plan(
         self, model: Model, machine: Machine, mine: RankFacts | None = None
@@ -128,17 +146,10 @@ class Setup:
             mine: each rank's memory; None: everything that the config allows fits.
         """
         assert self.zenflow is not None
-        caller = Caller(
-            model.dtype,
-            self.accumulation_dtype(model),
-            self.weights,
-            takes_gradients=self.stage != 1,
-            partitions_weights=self.partitions_weights,
-            bucket_bytes=model.itemsize * self.bucket,
-            ranks=machine.ranks,
-        )
         mine = mine or RankFacts(tuple(self.partitions(model, machine)))
-        facts = ZenFlowFacts((mine,) * machine.per_host, caller, layout=self.layout)
+        facts = ZenFlowFacts(
+            (mine,) * machine.per_host, self.caller(model, machine), layout=self.layout
+        )
         return decide(facts, self.zenflow, ratio=self.host_share)
 
 

@@ -1,18 +1,10 @@
 """The elementwise arithmetic of a step on the accelerator: one Triton kernel for each of its parts.
 
 `zenflow.worker.kernel.definition` defines what they compute, in torch operations. `device` holds
-the Triton kernels and is imported only if Triton is installed. `host` is one pass of the native
-library on the CPU. `launch` chooses; `prepare` compiles at engine start. The worker's pass over
-host memory is in `zenflow.worker.kernel`.
+the Triton kernels and is imported only if Triton is installed. `launch` chooses, and compiles at
+engine start. The worker's pass over host memory is in `zenflow.worker.kernel`.
 """
 
-from deepspeed_ext.zenflow.kernels.launch import (
-    adam_step,
-    missing,
-    norms,
-    predict,
-    predict_signs,
-    serves,
-)
+from deepspeed_ext.zenflow.kernels.launch import adam_step, missing, norms, predict, serves
 
-__all__ = ["adam_step", "missing", "norms", "predict", "predict_signs", "serves"]
+__all__ = ["adam_step", "missing", "norms", "predict", "serves"]

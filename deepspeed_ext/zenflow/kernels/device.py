@@ -77,74 +77,56 @@ def _predict(
     weights,
     published,
     grad,
-    known,
+    inverse,
     rows,
     in_rows,
     columns,
     inside,
     scale,
     coefficient,
-    lr,
     BLOCK: tl.constexpr,
-    SIGNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     offsets = rows[:, None] * BLOCK + columns
     g = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    q = g * (tl.load(inverse + rows, mask=in_rows, other=0.0) * scale)[:, None]
+    # NaN stays NaN, because comparisons with it are false
+    q = tl.where(q > _CLAMP, _CLAMP, tl.where(q < -_CLAMP, -_CLAMP, q))
     to = _at(weights, offsets, ALIGNED)
-    if SIGNS:
-        of_rows = known + rows[:, None] * (1 + (BLOCK + 31) // 32)
-        of_block = tl.load(of_rows, mask=in_rows[:, None], other=0).to(tl.float32, bitcast=True)
-        lean = of_block * coefficient
-        words = tl.load(of_rows + 1 + columns // 32, mask=inside, other=0)
-        x = g * scale
-        x += tl.where((words >> (columns % 32) & 1) != 0, -lean, lean)
-        predicted = arrived + tl.where(x < 0.0, lr, -lr)
-        tl.store(to, predicted.to(weights.dtype.element_ty), mask=inside)
-    else:
-        q = g * (tl.load(known + rows, mask=in_rows, other=0.0) * scale)[:, None]
-        # NaN stays NaN, because comparisons with it are false
-        q = tl.where(q > _CLAMP, _CLAMP, tl.where(q < -_CLAMP, -_CLAMP, q))
-        tl.store(to, _dithered(q * -coefficient + arrived, weights), mask=inside)
+    tl.store(to, _dithered(q * -coefficient + arrived, weights), mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("weights", "published", "grad", "known", "n", "scale", "coefficient", "lr"),
-    ]
+    do_not_specialize=["weights", "published", "grad", "inverse", "n", "scale", "coefficient"]
 )
 def predict(
     weights,
     published,
     grad,
-    known,
+    inverse,
     n: tl.int64,
     scale: tl.float32,
     coefficient: tl.float32,
-    lr: tl.float32,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    SIGNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Weights from y and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of
-    two. `known` is 1 / d_b of each block, and `lr` is not read; with SIGNS as for
-    `definition.predict_signs`, with beta1 as `coefficient`."""
+    two; `inverse` is 1 / d_b of each block."""
     whole = n // BLOCK
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = rows[:, None] < whole
     if COLUMNS != BLOCK:
         inside = inside & (columns < BLOCK)
-    arrays = (weights, published, grad, known)
-    numbers = (scale, coefficient, lr)
-    _predict(*arrays, rows, rows < whole, columns, inside, *numbers, BLOCK, SIGNS, ALIGNED)
+    arrays = (weights, published, grad, inverse)
+    _predict(*arrays, rows, rows < whole, columns, inside, scale, coefficient, BLOCK, ALIGNED)
     if (tl.program_id(0) == 0) & (n > whole * BLOCK):
         last = whole + tl.arange(0, 1).to(tl.int64)
         in_last = last[:, None] * BLOCK + columns < n
-        _predict(*arrays, last, last == whole, columns, in_last, *numbers, BLOCK, SIGNS, False)
+        _predict(*arrays, last, last == whole, columns, in_last, scale, coefficient, BLOCK, False)
 
 
 @triton.jit

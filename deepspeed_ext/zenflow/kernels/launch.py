@@ -1,14 +1,15 @@
-"""Runs the elementwise arithmetic of a step on flat arrays: if possible as one Triton kernel or, on
-the CPU, as one pass of the native library, otherwise by its definition.
+"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel if their device
+runs it, otherwise by its definition.
 
-All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
+Both give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
 addition), so ranks, steps and resumed runs may use different ones.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow.kernels import host
+from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamPasses, AdamStep
@@ -27,13 +28,12 @@ __all__ = [
     "NORM_SUM",
     "OPTIONS",
     "Variant",
-    "give_up",
     "adam_step",
     "is_aligned",
     "missing",
     "norms",
     "predict",
-    "predict_signs",
+    "prepare",
     "serves",
     "shape_constants",
     "variants",
@@ -94,11 +94,6 @@ def missing(device: torch.device) -> str | None:
     return found if isinstance(found, str) else _given_up.get(device.type)
 
 
-def give_up(device: torch.device, reason: str) -> None:
-    """Launch no more kernels on this type of device, because of an error."""
-    _given_up[device.type] = f"A kernel failed at the start ({reason})"
-
-
 def serves(block_size: int, *arrays: torch.Tensor) -> bool:
     """Whether a kernel can run on these arrays."""
     device = arrays[0].device
@@ -148,15 +143,12 @@ def _run_on_blocks(
     numbers: Sequence[float],
     block_size: int,
     written: Sequence[torch.Tensor],
-    signs: int | None = None,
 ) -> None:
-    """Launch an elementwise kernel on `arrays`, 1-D [n]; `signs` is a constant that only `predict`
-    has."""
+    """Launch an elementwise kernel on `arrays`, 1-D [n]."""
     n = arrays[0].numel()
     if n == 0:
         return
     constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays))
-    constants |= {} if signs is None else {"SIGNS": signs}
     programs = max(1, -(-(n // block_size) // constants["ROWS"]))
     _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
 
@@ -173,29 +165,9 @@ def predict(
     """See `definition.predict`."""
     arrays, numbers = (weights, published, grad), (grad_scale, coefficient)
     if serves(block_size, *arrays, inverse):
-        _run_on_blocks("predict", arrays, [inverse], (*numbers, 0.0), block_size, [weights], 0)
-        return
-    is_host = host.serves(inverse, grad, weights, published)
-    run = host.predict if is_host else definition.predict
-    run(*arrays, inverse, *numbers, block_size)
-
-
-def predict_signs(
-    weights: torch.Tensor,
-    published: torch.Tensor,
-    grad: torch.Tensor,
-    known: torch.Tensor,
-    grad_weight: float,
-    beta1: float,
-    lr: float,
-    block_size: int,
-) -> None:
-    """See `definition.predict_signs`."""
-    arrays, numbers = (weights, published, grad), (grad_weight, beta1, lr)
-    if serves(block_size, *arrays) and known.is_contiguous():
-        _run_on_blocks("predict", arrays, [known], numbers, block_size, [weights], 1)
+        _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
     else:
-        definition.predict_signs(*arrays, known, *numbers, block_size)
+        definition.predict(*arrays, inverse, *numbers, block_size)
 
 
 def adam_step(
@@ -247,3 +219,40 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     _run("sums_of_squares", [sums, *table, like], [count], programs, NORM_PART, [])
     _run("norms", [found, sums, table[2]], [count, programs], count, NORM_SUM, [])
     return found
+
+
+def prepare(
+    device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool
+) -> None:
+    """Compile a run's kernels while its engine is built, so that no step has to.
+
+    If one does not compile, this process uses torch operations for everything.
+
+    Args:
+        device: where the weights are.
+        block_size: elements per block.
+        calls: each launches one variant of a kernel on small arrays.
+        warns: whether this rank logs why there are no kernels, on devices that should have them.
+    """
+    if block_size > LARGEST_KERNEL_BLOCK:
+        return
+    begin = time.perf_counter()
+    if missing(device) is None:
+        try:
+            for call in calls:
+                call()
+            seconds, count = time.perf_counter() - begin, len(variants())
+            logger.debug(
+                f"ZenFlow's kernels for {device} were ready after {seconds:.2f} s: {count} variants"
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            _given_up[device.type] = f"A kernel failed at the start ({why})"
+    reason = missing(device)
+    if reason is not None and device.type != "cpu" and warns:
+        warn_once(
+            f"ZenFlow computes in torch operations on {device}, a chunk at a time, which takes "
+            f"several times as long as its Triton kernels; results are the same. {reason}"
+        )

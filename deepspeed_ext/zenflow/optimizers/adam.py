@@ -4,16 +4,16 @@ estimate, in `optimizers.adam_estimator`."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow import kernels
-from deepspeed_ext.zenflow.kernels import prepare
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
-from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, HeldBy, OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
@@ -26,7 +26,7 @@ class AdamKind(OptimizerKind):
     """The user's Adam or AdamW.
 
     Args:
-        optimizer, moment_dtype: see the base class.
+        optimizer, config: see the base class.
 
     Raises:
         ConfigError: see `require_adam`.
@@ -34,13 +34,19 @@ class AdamKind(OptimizerKind):
 
     layout = ADAM_STATE
 
-    def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
-        super().__init__(optimizer, moment_dtype)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ZenFlowConfig | None = None
+    ) -> None:
+        super().__init__(optimizer, config)
         self._decoupled = require_adam(optimizer)
 
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return _is_adam(optimizer)
+
+    @staticmethod
+    def stand_ins() -> dict[str, HeldBy]:
+        return {"adam.DeepSpeedCPUAdam": _held}
 
     def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
         _require_two_moments(group, place)
@@ -85,35 +91,21 @@ class AdamKind(OptimizerKind):
     def ahead(self, last: AdamStep) -> Publish:
         return publish_ahead(last)
 
-    def estimate(self, last: AdamStep, per_block: torch.Tensor, block_size: int) -> Estimator:
-        return Estimator.after(last, per_block, block_size)
+    def estimate(self, last: AdamStep, per_block: torch.Tensor, block_size: int) -> Estimate:
+        """It remembers 1 / d_b of each block."""
+        return self.remembered(inverses(last, per_block), block_size)
 
-    def remembered(self, kept: torch.Tensor, block_size: int) -> Estimator:
-        return Estimator.remembering(kept, block_size)
-
+    @torch.no_grad()
     def predict(
         self,
-        estimate: Estimator,
+        estimate: Estimate,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
         step: AdamStep,
     ) -> None:
-        coefficient = effect_of(step, step.step)
-        estimate.predict(weights, published, grad, step.grad_scale, coefficient)
-
-    def estimate_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        inverse = torch.ones(
-            -(-prepare.PREPARED_NUMEL // block_size), dtype=torch.float32, device=device
-        )
-        numbers = (1.0, 0.0)
-        return prepare.estimates(kernels.predict, numbers, inverse, block_size, dtypes, alignments)
+        numbers = step.grad_scale, effect_of(step, step.step)
+        kernels.predict(weights, published, grad, estimate.kept, *numbers, estimate.block_size)
 
     def step_rows(
         self,
@@ -123,15 +115,6 @@ class AdamKind(OptimizerKind):
         step: AdamStep,
     ) -> None:
         kernels.adam_step(state, grad, weights, step)
-
-    def step_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        return prepare.adam_steps(device, block_size, self.layout, dtypes, alignments)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -181,3 +164,30 @@ def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether `step` is that of torch's Adam or AdamW, without the wrappers of torch's profiler."""
     ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
     return inspect.unwrap(kind.step) in ours
+
+
+def _held(
+    theirs: type[torch.optim.Optimizer],
+    parameters: Any,
+    *,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+    **others: Any,
+) -> torch.optim.Optimizer:
+    """Torch's Adam or AdamW with the arguments and defaults of ``DeepSpeedCPUAdam``.
+
+    Args:
+        theirs: that class.
+        parameters, weight_decay, adamw_mode, others: as there.
+        bias_correction: as there; parameter groups store False, and nothing otherwise.
+        fp32_optimizer_states: ignored: without it, the state has the dtype of the masters, which
+            is fp32 here anyway.
+    """
+    kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    optimizer = kind(parameters, weight_decay=weight_decay, **others)
+    if not bias_correction:
+        for fields in (optimizer.defaults, *optimizer.param_groups):
+            fields.setdefault("bias_correction", False)
+    return optimizer

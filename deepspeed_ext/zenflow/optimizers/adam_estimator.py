@@ -45,12 +45,11 @@ import math
 
 import torch
 
-from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 
-__all__ = ["Estimator", "effect_of", "publish_ahead"]
+__all__ = ["effect_of", "inverses", "publish_ahead"]
 
 
 def _without_correction(step: AdamStep, t: int) -> float:
@@ -89,75 +88,17 @@ def effect_of(step: AdamStep, t: int) -> float:
     return step.lr * (1.0 - step.beta1) * _gain(step, t)
 
 
-class Estimator:
-    """Computes weights from the published y and the gradients in flight.
-
-    Runs as one kernel if all arrays are on the accelerator, otherwise as torch operations in chunks
-    (see `deepspeed_ext.zenflow.kernels`), with bitwise the same results.
-
-    Attributes:
-        inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
+def inverses(last: AdamStep, block_means: torch.Tensor) -> torch.Tensor:
+    """1 / d_b of each block after the update `last`, of the same shape.
 
     Args:
         block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of
             the gradients.
-        bias_correction2_sqrt: sqrt(1 - beta2^t) of the update to which the means belong.
-        eps: epsilon of d.
     """
-
-    def __init__(
-        self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float
-    ) -> None:
-        self._block_size = block_size
-        # Multiply by the inverse: torch turns a division by a number into that on some devices, but
-        # not on the CPU.
-        d = root(block_means).mul_(1.0 / bias_correction2_sqrt).add_(eps)
-        self.inverse = d.reciprocal_()
-
-    @classmethod
-    def after(cls, last: AdamStep, block_means: torch.Tensor, block_size: int) -> Estimator:
-        """The estimator from the block means after the update `last`."""
-        if last.bias_correction:
-            return cls(block_means, block_size, last.bias_correction2_sqrt, last.eps)
-        unit = _worker_unit(last)
-        return cls(block_means, block_size, unit, last.eps / unit)
-
-    @classmethod
-    def remembering(cls, inverse: torch.Tensor, block_size: int) -> Estimator:
-        """Rebuild an estimator from its `inverse`."""
-        estimator = cls.__new__(cls)
-        estimator._block_size, estimator.inverse = block_size, inverse
-        return estimator
-
-    def of(self, begin: int, end: int) -> Estimator:
-        """The estimator of the elements from `begin`, where a block begins, to `end` (exclusive),
-        where one ends."""
-        blocks = slice(begin // self._block_size, -(-end // self._block_size))
-        return self.remembering(self.inverse[blocks], self._block_size)
-
-    @property
-    def kept(self) -> torch.Tensor:
-        """`inverse`."""
-        return self.inverse
-
-    @torch.no_grad()
-    def predict(
-        self,
-        weights: torch.Tensor,
-        published: torch.Tensor,
-        grad: torch.Tensor,
-        grad_scale: float,
-        coefficient: float,
-    ) -> None:
-        """Compute ``weights = dither(published - coefficient q(grad))``, in fp32 on grad's
-        device.
-
-        Args:
-            weights, published: 1-D [n], any float dtype, any device; `published` is copied to
-                grad's device in parts.
-            grad: 1-D [n], any float dtype.
-            grad_scale: c.
-            coefficient: factor of q.
-        """
-        numbers = (grad_scale, coefficient)
-        kernels.predict(weights, published, grad, self.inverse, *numbers, self._block_size)
+    root_of_correction, eps = last.bias_correction2_sqrt, last.eps
+    if not last.bias_correction:
+        root_of_correction = _worker_unit(last)
+        eps /= root_of_correction
+    # Multiply by the inverse: torch turns a division by a number into that on some devices, but not
+    # on the CPU.
+    return root(block_means).mul_(1.0 / root_of_correction).add_(eps).reciprocal_()

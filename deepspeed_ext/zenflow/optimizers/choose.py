@@ -9,14 +9,18 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.plan.rules import limits_of
+from deepspeed_ext.zenflow.plan.rule import limits_of
 
-__all__ = ["LAYOUTS", "kind_of"]
+__all__ = ["LAYOUTS", "STAND_INS", "kind_of"]
 
 _KINDS: tuple[type[OptimizerKind], ...] = (AdamKind, LionKind)
 
 LAYOUTS = {kind.layout.name: kind.layout for kind in _KINDS}
 """The state of each optimizer, by its name in checkpoints."""
+
+STAND_INS = {name: held for kind in _KINDS for name, held in kind.stand_ins().items()}
+"""Makes an optimizer that needs no compiled operator, by the name of DeepSpeed's CPU optimizer
+in ``deepspeed.ops`` (`OptimizerKind.stand_ins`)."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> OptimizerKind:
@@ -41,10 +45,10 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
             f'zero_optimization.zenflow.update_rule = "{config.rule}" with {name} ({limits}): set '
             'it to "predictive" and remove topk_ratio and the select_* fields, or use Adam or AdamW'
         )
-    if config.state_dtype != "float32" and kind is not AdamKind:
+    if not config.keeps_exact_moments and kind is not AdamKind:
         raise ConfigError(
-            f'zero_optimization.zenflow.state_dtype = "{config.state_dtype}" with {name}: only '
+            f"zero_optimization.zenflow.state_dtype with {name}: only "
             "Adam's and AdamW's moments can be rounded; Lion keeps one moment, which saves 4 bytes "
             "per parameter. Remove the field"
         )
-    return kind(optimizer, config.state_dtype)
+    return kind(optimizer, config)

@@ -10,28 +10,40 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["Estimate", "OptimizerKind"]
+__all__ = ["Estimate", "HeldBy", "OptimizerKind"]
 
 
-class Estimate(Protocol):
-    """What an optimizer's estimate remembers of one partition's newest result."""
+HeldBy = Callable[..., torch.optim.Optimizer]
 
-    @property
-    def kept(self) -> torch.Tensor:
-        """Its whole content, as one tensor on the accelerator."""
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the accelerator remembers of one partition's newest result.
+
+    Attributes:
+        kept: `width` numbers for each block, 1-D, on the device of the gradients.
+        block_size: elements of a block.
+    """
+
+    kept: torch.Tensor
+    block_size: int
+    width: int = 1
 
     def of(self, begin: int, end: int) -> Estimate:
         """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive),
         where one ends."""
+        first, last = begin // self.block_size, -(-end // self.block_size)
+        return replace(self, kept=self.kept[first * self.width : last * self.width])
 
 
 class OptimizerKind(ABC):
@@ -45,7 +57,7 @@ class OptimizerKind(ABC):
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight.
-        moment_dtype: dtype of the moments on the host.
+        config: the section; None: the defaults.
 
     Raises:
         ConfigError: it has a setting that the worker does not support.
@@ -53,15 +65,24 @@ class OptimizerKind(ABC):
 
     layout: StateLayout
 
-    def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ZenFlowConfig | None = None
+    ) -> None:
         self.optimizer = optimizer
-        if moment_dtype != self.layout.moment_dtype:
-            self.layout = replace(self.layout, moment_dtype=moment_dtype)
+        if config is not None:
+            self.layout = config.state_of(self.layout)
 
     @classmethod
     @abstractmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this class runs the user's `optimizer`."""
+
+    @staticmethod
+    def stand_ins() -> dict[str, HeldBy]:
+        """What makes optimizers in place of DeepSpeed's CPU optimizers of this kind, by their names
+        in ``deepspeed.ops``: from their class and arguments, one that holds hyperparameters and
+        state but needs no compiled operator."""
+        return {}
 
     # -- hyperparameters ---------------------------------------------------------------------------
 
@@ -149,23 +170,23 @@ class OptimizerKind(ABC):
 
     # -- the estimate ------------------------------------------------------------------------------
 
-    @abstractmethod
     def estimate(self, last: Any, per_block: torch.Tensor, block_size: int) -> Estimate:
-        """The estimate after the update `last`.
+        """The estimate after the update `last`; by default it remembers the per-block array.
 
         Args:
             last: the newest update's constants.
             per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
         """
+        return self.remembered(per_block, block_size)
 
-    @abstractmethod
     def remembered(self, kept: torch.Tensor, block_size: int) -> Estimate:
         """The estimate whose `kept` this is."""
+        return Estimate(kept, block_size, self.layout.per_block_width(block_size))
 
     @abstractmethod
     def predict(
         self,
-        estimate: Any,
+        estimate: Estimate,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
@@ -175,22 +196,11 @@ class OptimizerKind(ABC):
 
         Args:
             estimate: from `estimate`.
-            weights: written in place; 1-D [n], any device.
-            published: y, 1-D [n], any device.
-            grad: the gradient, 1-D [n].
+            weights: written in place; 1-D [n], any float dtype, any device.
+            published: y, 1-D [n], any float dtype, any device.
+            grad: the gradient, 1-D [n], any float dtype.
             step: its constants.
         """
-
-    def estimate_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `predict`; see
-        `kernels.prepare.estimates`."""
-        return ()
 
     # -- the share on the accelerator --------------------------------------------------------------
 
@@ -206,14 +216,3 @@ class OptimizerKind(ABC):
             step: the update's constants.
         """
         raise NotImplementedError
-
-    def step_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `step_rows`; see
-        `kernels.prepare.adam_steps`."""
-        return ()

@@ -13,39 +13,18 @@ accumulate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow import kernels
-from deepspeed_ext.zenflow.kernels import prepare
-from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, HeldBy, OptimizerKind
+from deepspeed_ext.zenflow.worker.kernel.definition import Chunks
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
-__all__ = ["LionKind", "SignsAndMeans"]
+__all__ = ["LionKind"]
 
 _NAMES = ("DeepSpeedCPULion", "FusedLion")
-
-
-@dataclass(frozen=True)
-class SignsAndMeans:
-    """What the estimate knows of m.
-
-    Attributes:
-        kept: `known` of `worker.kernel.lion_pass`, 1-D int32, on the device of the gradients.
-    """
-
-    kept: torch.Tensor
-    block_size: int
-
-    def of(self, begin: int, end: int) -> SignsAndMeans:
-        """What it knows of the elements from `begin`, where a block begins, to `end` (exclusive),
-        where one ends."""
-        width = LION_STATE.per_block_width(self.block_size)
-        blocks = slice(begin // self.block_size * width, -(-end // self.block_size) * width)
-        return SignsAndMeans(self.kept[blocks], self.block_size)
 
 
 class LionKind(OptimizerKind):
@@ -56,6 +35,10 @@ class LionKind(OptimizerKind):
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return type(optimizer).__name__ in _NAMES
+
+    @staticmethod
+    def stand_ins() -> dict[str, HeldBy]:
+        return {"lion.DeepSpeedCPULion": _held}
 
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> LionStep:
         beta1, beta2 = group["betas"]
@@ -78,35 +61,55 @@ class LionKind(OptimizerKind):
     def ahead(self, last: LionStep) -> LionPublish:
         return LionPublish(last.decay)
 
-    def estimate(self, last: LionStep, per_block: torch.Tensor, block_size: int) -> SignsAndMeans:
-        return SignsAndMeans(per_block, block_size)
-
-    def remembered(self, kept: torch.Tensor, block_size: int) -> SignsAndMeans:
-        return SignsAndMeans(kept, block_size)
-
     @torch.no_grad()
     def predict(
         self,
-        estimate: SignsAndMeans,
+        estimate: Estimate,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
         step: LionStep,
     ) -> None:
-        numbers = (step.grad_scale * (1.0 - step.beta1), step.beta1, step.lr)
-        known, block_size = estimate.kept, estimate.block_size
-        kernels.predict_signs(weights, published, grad, known, *numbers, block_size)
+        """In torch operations, a chunk at a time. sign(x) is -1 if x < 0, otherwise 1, also for a
+        NaN."""
+        size, lr, grad_weight = estimate.block_size, step.lr, step.grad_scale * (1.0 - step.beta1)
+        rows = estimate.kept.view(-1, estimate.width)
+        for part in Chunks(grad.numel(), size, grad.device, 1):
+            known = rows[part.begin // size : -(-part.end // size)]
+            lean = known[:, :1].view(torch.float32) * step.beta1
+            x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
+            x.add_(torch.where(_signs(known[:, 1:], part.row), -lean, lean))
+            update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
+            y = part.of(published).to(grad.device, non_blocking=True)
+            part.of(weights).copy_(x.copy_(y).add_(update))
 
-    def estimate_kernels(
-        self,
-        device: torch.device,
-        block_size: int,
-        dtypes: Sequence[torch.dtype],
-        alignments: Iterable[bool],
-    ) -> Iterable[Callable[[], object]]:
-        numel = -(-prepare.PREPARED_NUMEL // block_size) * LION_STATE.per_block_width(block_size)
-        known = torch.zeros(numel, dtype=torch.int32, device=device)
-        numbers = (0.0, 0.9, 0.0)
-        return prepare.estimates(
-            kernels.predict_signs, numbers, known, block_size, dtypes, alignments
-        )
+
+def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
+    """The first `numel` sign bits of each row of `words`, int32 [rows, words]; bool."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
+
+
+def _held(
+    theirs: type[torch.optim.Optimizer],
+    model_params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """A ``DeepSpeedCPULion`` without its compiled operator, which is never called, because its
+    parameters have no gradients.
+
+    It has this class because DeepSpeed checks for it, and torch has no Lion.
+
+    Args:
+        theirs: the class.
+        model_params, lr, betas, weight_decay: as there.
+        fp32_optimizer_states: ignored: the masters are fp32.
+    """
+    optimizer = theirs.__new__(theirs)
+    torch.optim.Optimizer.__init__(
+        optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+    )
+    return optimizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
 
 __all__ = [
@@ -20,11 +19,8 @@ __all__ = [
     "Dtypes",
     "PerBlock",
     "PlacedArray",
-    "bytes_at_start",
     "plan_layout",
     "round_up",
-    "slot_arrays",
-    "weight_slots",
 ]
 
 OF_CHUNKS = -1
@@ -138,11 +134,8 @@ class ArenaLayout:
 
 def _page_bytes(array: PlacedArray) -> int:
     first = array.offset // PAGE_BYTES * PAGE_BYTES
-    return (
-        0
-        if array.spec.numel == 0
-        else round_up(array.offset + array.spec.nbytes, PAGE_BYTES) - first
-    )
+    end = round_up(array.offset + array.spec.nbytes, PAGE_BYTES)
+    return end - first if array.spec.numel else 0
 
 
 @dataclass(frozen=True)
@@ -212,15 +205,6 @@ class ArenaKinds:
     lifts_y: bool
     slots: int
 
-    def landing_bytes(self, numel: int) -> int:
-        """Bytes of the landing buffer of a partition of `numel` elements on the host: 2 per element
-        if gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
-        item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
-        entries = -(-numel // self.block_size) * self.layout.per_block_width(self.block_size)
-        goes = self.per_block is not None and self.per_block.exchanged
-        per_block = entries * DTYPE_BYTES[self.layout.per_block[1]] if goes else 0
-        return numel * item + per_block
-
     def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
         """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
 
@@ -229,64 +213,29 @@ class ArenaKinds:
             before: elements before them, of the same partition of ZeRO, that step on the
                 accelerator; whole blocks.
         """
-        blocks = -(-numel // self.block_size)
-        dtypes = self.dtypes
-        replaces = self.dtypes.y_replaces_gradient
-        shown = self.layout.shown if self.layout.is_coded else ()
-        entries = blocks * self.layout.per_block_width(self.block_size)
-        gradient = ArraySpec(
-            "g",
-            dtypes.gradient,
-            numel,
-            partition,
-            exchanged=True,
-            replaced_by=dtypes.published if replaces else None,
-        )
-        return [
-            *(
-                ArraySpec(name, its, numel, partition, before=before)
-                for name, its in self.layout.arrays
-            ),
-            *(
-                ArraySpec(name, "uint8", blocks, partition, before=before // self.block_size)
-                for name in self.layout.scales
-            ),
-            *(
-                ArraySpec(name, "float32", numel, partition, touched=False, before=before)
-                for name in shown
-            ),
-            *(
-                []
-                if replaces
-                else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]
-            ),
-            *(
-                ArraySpec(kind, dtype, entries, partition, exchanged=exchanged)
-                for kind, dtype, exchanged in filter(None, [self.per_block])
-            ),
-            *(replace(gradient, slot=slot) for slot in range(self.slots)),
-        ]
+        layout, blocks, dtypes = self.layout, -(-numel // self.block_size), self.dtypes
+        before_blocks = before // self.block_size
+        entries = blocks * layout.per_block_width(self.block_size)
 
+        def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
+            return ArraySpec(kind, dtype, count, partition, **how)
 
-def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
-    """Slots of `numel` elements for chunks in transit: a chunk's gradient, and then its y."""
-    gradient = ArraySpec(
-        "g", dtypes.gradient, numel, OF_CHUNKS, exchanged=True, replaced_by=dtypes.published
-    )
-    return [replace(gradient, slot=slot) for slot in range(slots)]
+        found = [spec(kind, dtype, before=before) for kind, dtype in layout.arrays]
+        found += [spec(kind, "uint8", blocks, before=before_blocks) for kind in layout.scales]
+        shown = [kind for kind in layout.shown if kind not in layout.kinds]
+        found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
+        if not dtypes.y_replaces_gradient:
+            found.append(spec("y", dtypes.published, exchanged=self.lifts_y))
+        if self.per_block is not None:
+            kind, dtype, exchanged = self.per_block
+            found.append(spec(kind, dtype, entries, exchanged=exchanged))
+        return [*found, *(self.gradient(numel, partition, slot) for slot in range(self.slots))]
 
-
-def weight_slots(total: int, most: int, block_size: int, dtypes: Dtypes) -> list[ArraySpec]:
-    """Slots for weights that the worker has peeked at, on their way up: each for a chunk of
-    partitions with `total` elements, `most` of them in the largest."""
-    numel = min(chunk_numel(total, block_size), most)
-    of_weights = ArraySpec("y", dtypes.published, numel, OF_CHUNKS, exchanged=True)
-    return [replace(of_weights, slot=slot) for slot in range(SLOTS_OF_CHUNKS)]
-
-
-def bytes_at_start(specs: Iterable[ArraySpec]) -> int:
-    """Bytes of the arrays that the worker touches at start; the others take memory on first use."""
-    return sum(spec.nbytes for spec in specs if spec.touched)
+    def gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
+        """A slot for a gradient, and for y in its place if that fits."""
+        y = self.dtypes.published if self.dtypes.y_replaces_gradient else None
+        dtype = self.dtypes.gradient
+        return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:

@@ -8,7 +8,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 
 __all__ = [
     "CHUNK_NUMEL",
-    "CODED_CHUNK_NUMEL",
     "CONVERTED_NUMEL",
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
@@ -32,9 +31,6 @@ to blocks."""
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole
 blocks."""
-
-CODED_CHUNK_NUMEL = 1 << 18
-"""Elements of a moment that are encoded or decoded at once, before rounding to whole blocks."""
 
 MOST_CHUNKS = 64
 """Maximum number of chunks of all partitions together, not counting the last of each. More chunks

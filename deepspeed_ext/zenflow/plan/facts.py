@@ -3,15 +3,15 @@ do. Plain values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
 
-__all__ = ["Caller", "Cpus", "RankFacts", "Ratio", "Run", "ZenFlowFacts"]
+__all__ = ["Caller", "RankFacts", "Ratio", "Run", "ZenFlowFacts", "reducing_bytes"]
 
 
 Ratio = float | Literal["auto"] | None
@@ -27,21 +27,6 @@ class Run(NamedTuple):
     times: int = 1
 
 
-class Cpus(NamedTuple):
-    """The CPUs of a rank's two processes, as lists such as ``0-3,8``."""
-
-    pytorch: str
-    optimizer: str
-    """Empty: the optimizer process is unbound, and runs on PyTorch's CPUs."""
-    threads: int
-    """Threads of the optimizer process."""
-
-    def __str__(self) -> str:
-        where = f"CPUs {self.optimizer}" if self.optimizer else "the same CPUs"
-        threads = f"{counted(self.threads, 'thread')} of the optimizer process on {where}"
-        return f"PyTorch on CPUs {self.pytorch}, {threads}"
-
-
 @dataclass(frozen=True)
 class RankFacts:
     """One rank's partitions and memory.
@@ -54,7 +39,6 @@ class RankFacts:
         host_free: for each limit of host memory, such as the machine's or a control group's, the
             bytes that are still available. Ranks of one host with the same limit share it. Empty:
             not known.
-        cpus: its CPUs; None: not known.
     """
 
     partitions: tuple[Run, ...]
@@ -62,7 +46,6 @@ class RankFacts:
     accelerator_total: int | None = None
     host: str = ""
     host_free: tuple[tuple[str, int], ...] = ()
-    cpus: Cpus | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,8 @@ class Caller:
         takes_gradients: whether a gradient can go to the host during backward.
         partitions_weights: whether weights are partitioned, as at stage 3. Then a partition's
             gradients are copied to a flat tensor even if they are added up in another dtype.
-        bucket_bytes: bytes of the accelerator for gradients that are being reduced.
+        bucket_bytes: bytes of the accelerator for gradients that are being reduced
+            (`reducing_bytes`).
         ranks: number of data-parallel ranks.
     """
 
@@ -93,6 +77,27 @@ class Caller:
         """Number of ranks' gradient partitions that a rank keeps until they are reduced, its own
         included."""
         return 1 if self.takes_gradients else self.ranks
+
+
+def reducing_bytes(
+    weights: str, summed: str, buckets: Sequence[int], params: int, largest: int, shards: int = 0
+) -> int:
+    """Bytes of the accelerator for gradients that DeepSpeed reduces in backward: its buckets, the
+    largest gradient while it is made, and, if gradients are summed in another dtype, copies of what
+    a bucket holds.
+
+    Args:
+        weights, summed: names of the dtypes.
+        buckets: elements of each bucket.
+        params, largest: elements of the model, and of its largest parameter.
+        shards: number of ranks over which reduced gradients are partitioned, at stage 3; 0: a rank
+            converts whole gradients.
+    """
+    item, of_sum = DTYPE_BYTES[weights], DTYPE_BYTES[summed]
+    nbytes, filled = item * (sum(buckets) + largest), min(buckets[0], params)
+    if summed != weights:
+        nbytes += of_sum * -(-filled // shards) if shards else item * filled + of_sum * largest
+    return nbytes
 
 
 @dataclass(frozen=True)

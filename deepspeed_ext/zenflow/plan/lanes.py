@@ -46,7 +46,8 @@ class Speeds:
 
     Attributes:
         link: speed between its accelerator and its host, each way, both ways at once.
-        host: its share of the host's memory; reads and writes count alike.
+        host: what its passes move in the host's memory while copies run beside them; reads and
+            writes count alike. So the bytes of copies do not count against it.
     """
 
     link: float
@@ -55,18 +56,18 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per element of a rank's partition in an optimizer step, on average over an interval.
+    """Bytes per element of a rank's partition in an optimizer step.
 
     Attributes:
         down, up: bytes over the link.
-        passed: moved in host memory, by the optimizer's pass and by the transfers.
-        peeked: moved in host memory by a peek and the copy of what it gives; 0: there is none.
+        passed: moved in host memory by the optimizer's pass.
+        peeked: moved in host memory by a peek.
     """
 
-    down: float = 0.0
-    up: float = 0.0
-    passed: float = 0.0
-    peeked: float = 0.0
+    down: float
+    up: float
+    passed: float
+    peeked: float
 
 
 @dataclass(frozen=True)
@@ -99,21 +100,13 @@ class Lanes:
 
 
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
-    """What a step moves: every gradient goes down; y, and the block means of estimates, come up
-    once per interval."""
-    rule, dtypes = plan.rule, plan.dtypes
-    specs = plan.kinds.of(0, _NUMEL)
-    kinds = (*rule.layout.kinds, *rule.layout.scales)
-    state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
-    means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
-    gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
-    lifted = published if rule.estimates else DTYPE_BYTES[dtypes.published]
-    down, up = gradient, lifted
-    passed = gradient + 2 * state + published + down
-    if plan.peeks:
-        item = DTYPE_BYTES[dtypes.published]
-        return Traffic(down, up, passed, gradient + state + item + up)
-    return Traffic(down, up, passed + up)
+    """What a step moves: every gradient goes down; y, and what estimates are made from, come up. A
+    pass reads and writes the state, reads the gradient and writes y, after a peek once more."""
+    layout, arrays = plan.rule.layout, plan.kinds.of(0, _NUMEL)
+    state = sum(each.nbytes for each in arrays if each.kind in layout.kept) / _NUMEL
+    means = sum(each.nbytes for each in arrays if each.kind == layout.per_block[0]) / _NUMEL
+    gradient, y = DTYPE_BYTES[plan.dtypes.gradient], DTYPE_BYTES[plan.dtypes.published]
+    return Traffic(gradient, y + means, gradient + 2 * state + y + means, gradient + state + y)
 
 
 def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
@@ -136,10 +129,8 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
         return Lanes(down, up, host, 0.0, max(transfer, host))
     if plan.copies is Copies.INSIDE_STEP:
         return Lanes(down, up, host, transfer, host)
-    lifts = plan.copies is Copies.WEIGHTS
-    sent = item * numel / speeds.link if lifts else 0.0
-    touched = moves.down + (3 if lifts else 2) * item  # the link reads weights, too
-    estimate = touched * numel / speeds.host
+    sent = item * numel / speeds.link if plan.copies is Copies.WEIGHTS else 0.0
+    estimate = (moves.down + 2 * item) * numel / speeds.host
     return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))
 
 

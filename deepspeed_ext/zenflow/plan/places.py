@@ -13,8 +13,6 @@ class Place(enum.Enum):
 
     ACCELERATOR = "accelerator"
     HOST = "host"
-    IN_TRANSIT = "in transit"
-    """Nowhere as a whole: it passes through the host in chunks, which take turns in a few slots."""
 
 
 class Source(enum.Enum):
@@ -62,19 +60,14 @@ class Places:
     Attributes:
         weights: W; ``HOST`` with ``offload_param``.
         gradient: a reduced gradient until its step. The weights are computed where it is.
-        handed_over: gradients from their step to the worker's pass; whole in the ring, or in
-            transit.
         published: y when the step reads it; on the accelerator in a landing buffer.
         source: where gradients come from.
-        state: p and the moments; those of the elements that step on the accelerator are there.
     """
 
     weights: Place
     gradient: Place
-    handed_over: Place
     published: Place
     source: Source
-    state: Place = Place.HOST
 
     @property
     def copies(self) -> Copies:
@@ -86,5 +79,5 @@ class Places:
         return Copies.WEIGHTS if self.gradient is Place.HOST else Copies.INSIDE_STEP
 
 
-EVERYTHING_ON_HOST = Places(Place.HOST, Place.HOST, Place.HOST, Place.HOST, Source.HOST)
+EVERYTHING_ON_HOST = Places(Place.HOST, Place.HOST, Place.HOST, Source.HOST)
 """The places if the CPU is the accelerator."""

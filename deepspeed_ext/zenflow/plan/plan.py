@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from deepspeed_ext.zenflow.plan.arrays import (
+    OF_CHUNKS,
     ArenaKinds,
     ArenaLayout,
     ArraySpec,
     Dtypes,
-    bytes_at_start,
     plan_layout,
-    slot_arrays,
-    weight_slots,
 )
-from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
-from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wait
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "head_of"]
-
-
-class Kernel(enum.Enum):
-    """A device kernel that steps launch."""
-
-    NORM = "norm of a gradient"
-    STEP = "exact step of blocks"
-    ESTIMATE = "estimate of an update in flight"
+__all__ = ["PartitionPlan", "Reason", "ZenFlowPlan", "head_of"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +31,11 @@ class Reason:
         decision: name and value, as a config would give them.
         why: the reason, in a sentence.
         is_open: whether the config left it to be decided.
-        is_of_share: whether it decides the share on the accelerator, which may move later.
     """
 
     decision: str
     why: str
     is_open: bool = False
-    is_of_share: bool = False
 
     def __str__(self) -> str:
         return f"{self.decision}: {self.why}"
@@ -90,15 +78,14 @@ class ZenFlowPlan:
         partitions: this rank's partitions.
         places: where their arrays are.
         host_share: fraction of each partition that steps on the host.
-        chunks: sizes of the chunks copied beside the next step; None: no such copies.
-        shortage: why a host has too little memory; None: it fits, as far as is known.
-        reasons: the reason of each decision, the same on every rank.
-        measures_share: whether the share is chosen after steps were measured (`plan.share`).
+        chunks: the chunks of copies beside the step; None: no copies run there.
         caller: what the ZeRO optimizer around ZenFlow does.
-        cpus: CPUs of this rank's two processes; None: not known.
-        saves_beside: whether checkpoints are written beside training.
         wait: what waits for exact weights.
         peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
+        saves_beside: whether checkpoints are written beside training.
+        measures_share: whether the share is chosen after steps were measured (`plan.share`).
+        shortage: why a host has too little memory; None: it fits, as far as is known.
+        share_reason, other_reasons: the reason of each decision, the same on every rank.
     """
 
     rule: RuleSettings
@@ -107,14 +94,14 @@ class ZenFlowPlan:
     places: Places
     host_share: float
     chunks: Chunks | None
-    shortage: str | None
-    reasons: tuple[Reason, ...]
     caller: Caller
-    measures_share: bool = False
-    cpus: Cpus | None = None
-    saves_beside: bool = False
     wait: Wait = Wait.STEP
     peeks: bool = False
+    saves_beside: bool = False
+    measures_share: bool = False
+    shortage: str | None = None
+    share_reason: Reason = Reason("", "")
+    other_reasons: tuple[Reason, ...] = ()
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -134,28 +121,35 @@ class ZenFlowPlan:
         return self.places.source
 
     @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """The reason of each decision."""
+        return (self.share_reason, *self.other_reasons)
+
+    @property
     def decisions(self) -> tuple[object, ...]:
         """The decisions that must agree on all ranks: everything but the sizes of this rank's
         arrays."""
-        places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
         share = self.host_share, self.measures_share
-        of_weights = self.wait, self.peeks
-        return (self.rule, self.dtypes, places, share, self.shortage, *of_weights)
+        return (self.rule, self.dtypes, self.places, share, self.shortage, self.wait, self.peeks)
 
     # -- the arena ---------------------------------------------------------------------------------
+
+    @property
+    def is_in_transit(self) -> bool:
+        """Whether gradients and y pass through the host in slots of chunks."""
+        return self.chunks is not None and self.chunks.slots > 0
 
     @cached_property
     def kinds(self) -> ArenaKinds:
         """What the arrays of all partitions have in common. Gradients in transit pass through the
         slots of chunks instead of their own."""
-        passes = self.places.handed_over is Place.IN_TRANSIT
         return ArenaKinds(
             layout=self.rule.layout,
             block_size=self.rule.block_size,
             dtypes=self.dtypes,
             per_block=self.rule.per_block(self.places),
             lifts_y=self.places.weights is Place.ACCELERATOR,
-            slots=0 if passes else self.rule.slots(self.places.source),
+            slots=0 if self.is_in_transit else self.rule.slots(self.source),
         )
 
     @cached_property
@@ -166,24 +160,29 @@ class ZenFlowPlan:
             for index, each in enumerate(self.partitions)
             for spec in self.kinds.of(index, each.on_host, each.head)
         )
-        return (*partitions, *self.slots())
+        return (*partitions, *self._slots())
 
-    def slots(self) -> Iterator[ArraySpec]:
-        """Arrays of chunks in transit, which partitions share."""
-        if self.chunks is not None and self.chunks.slots:
-            yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
+    def _slots(self) -> Iterator[ArraySpec]:
+        """Arrays that chunks of all partitions take in turn: for a gradient and then its y, and for
+        weights that the worker has peeked at, on their way up."""
+        if self.chunks is not None:
+            for slot in range(self.chunks.slots):
+                yield self.kinds.gradient(self.chunks.slot_numel, OF_CHUNKS, slot)
         if self.peeks:
             total = sum(each.on_host * each.times for each in self.partitions)
             most = max((each.on_host for each in self.partitions), default=0)
-            yield from weight_slots(total, most, self.rule.block_size, self.dtypes)
+            numel = min(chunk_numel(total, self.rule.block_size), most)
+            for slot in range(SLOTS_OF_CHUNKS):
+                yield ArraySpec("y", self.dtypes.published, numel, OF_CHUNKS, slot, exchanged=True)
+
+    def times_of(self, spec: ArraySpec) -> int:
+        """How many arrays a spec of `arena` stands for."""
+        return 1 if spec.partition == OF_CHUNKS else self.partitions[spec.partition].times
 
     @property
     def bytes_at_start(self) -> int:
         """Bytes of the arena that the worker touches at start."""
-        partitions = (
-            bytes_at_start(self.kinds.of(0, each.on_host)) * each.times for each in self.partitions
-        )
-        return sum(partitions) + bytes_at_start(self.slots())
+        return sum(spec.nbytes * self.times_of(spec) for spec in self.arena if spec.touched)
 
     @cached_property
     def layout(self) -> ArenaLayout:
@@ -199,10 +198,18 @@ class ZenFlowPlan:
 
     @property
     def landing_bytes(self) -> int:
-        """Bytes of the landing buffers."""
+        """Bytes of the landing buffers: for each element on the host the larger of a gradient and
+        y, and the per-block array if the accelerator reads it."""
         if self.copies is not Copies.BESIDE_STEP:
             return 0
-        return sum(self.kinds.landing_bytes(each.on_host) * each.times for each in self.partitions)
+        item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
+        size, layout, of_block = self.rule.block_size, self.rule.layout, 0
+        if self.kinds.per_block is not None and self.kinds.per_block.exchanged:
+            of_block = self.rule.per_block_width * DTYPE_BYTES[layout.per_block[1]]
+        return sum(
+            each.times * (each.on_host * item + -(-each.on_host // size) * of_block)
+            for each in self.partitions
+        )
 
     @property
     def head_bytes(self) -> int:
@@ -213,15 +220,3 @@ class ZenFlowPlan:
     def has_heads(self) -> bool:
         """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)
-
-    @property
-    def kernels(self) -> frozenset[Kernel]:
-        """Device kernels that steps launch, if the device has any."""
-        if self.rule.block_size > LARGEST_KERNEL_BLOCK:
-            return frozenset()
-        found = {Kernel.NORM}
-        if self.has_heads or (self.rule.steps_beside_worker and self.computes_there):
-            found.add(Kernel.STEP)
-        if self.rule.estimates and self.computes_there:
-            found.add(Kernel.ESTIMATE)
-        return frozenset(found)

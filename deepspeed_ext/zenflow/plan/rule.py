@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Place, Places, Source
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
     DTYPE_BYTES,
-    HOST_CHUNK_NUMEL,
-    ROUNDED_CHUNK_NUMEL,
     StateLayout,
     chunk_of,
 )
 
 __all__ = [
-    "FLOAT_BYTES",
     "PredictiveSettings",
     "RuleBytes",
     "RuleSettings",
-    "head_step_bytes",
+    "SelectiveSettings",
+    "limits_of",
+    "settings_of",
     "slots_at",
 ]
 
 FLOAT_BYTES = DTYPE_BYTES["float32"]
-_ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
-"""Temporaries per element while torch operations round its moments at random, by their dtype: three
-numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
 _SIGN_BYTES = 1
+
+_INTERVAL = 4
+_LEAST_STEPS, _LEAST_INTERVALS = 16, 4
+"""Between two selections, unless the config says otherwise."""
+_STATE_BYTES = 3 * FLOAT_BYTES
+"""Bytes per element of a hot block: p, m and v in fp32."""
+_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True)
 class RuleBytes:
-    """Bytes that a rule takes for a partition.
+    """Bytes that a rule takes for a partition, where its gradients are.
 
     Attributes:
-        kept: kept on the accelerator besides the weights, by kind.
-        kept_on_host: kept on the host, outside the arena.
+        kept: kept besides the weights, by kind.
         saved: size of each tensor in a checkpoint, besides the arena.
         step: maximum temporaries while the weights are computed.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
-    kept_on_host: int = 0
     saved: tuple[int, ...] = ()
     step: int = 0
 
@@ -59,68 +62,59 @@ class RuleSettings(ABC):
     Attributes:
         limits: why the rule runs only Adam with fp32 moments, on data-parallel ranks, and with no
             share on the accelerator; empty: it has none of these limits.
+        steps_beside_worker: whether the rule steps blocks where the gradients are, and so predicts
+            nothing.
+        overlapped: whether steps after the warm-up are overlapped.
+        warm_up_steps: synchronous steps at the start; None: the schedule chooses.
+        block_size: elements per block; the worker splits its work at block boundaries.
+        layout: the optimizer's state.
+        warning: what the user should know of the settings; None: nothing.
     """
 
     limits: ClassVar[str] = ""
+    steps_beside_worker: ClassVar[bool] = False
 
     overlapped: bool
-    """Whether steps after the warm-up are overlapped."""
     warm_up_steps: int | None
-    """Synchronous steps at the start; None: the schedule chooses."""
     block_size: int = field(kw_only=True)
-    """Elements per block; the worker splits its work at block boundaries."""
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
-    """The optimizer's state."""
-
     warning: str | None = field(default=None, kw_only=True)
-    """What the user should know of the settings; None: nothing."""
 
     @abstractmethod
-    def slots(self, source: Source) -> int:
-        """Slots of a partition's gradients, which they take in turn."""
-
-    @property
-    @abstractmethod
-    def estimates(self) -> bool:
-        """Whether a step may compute weights from y and an estimate."""
-
-    @property
-    @abstractmethod
-    def steps_beside_worker(self) -> bool:
-        """Whether the rule steps blocks where the gradients are."""
-
-    @abstractmethod
-    def per_block(self, places: Places) -> PerBlock | None:
-        """The rule's per-block array; None: it reads none."""
-
-    @abstractmethod
-    def nbytes(
-        self,
-        numel: int,
-        weights_bytes: int = 0,
-        *,
-        y_bytes: int = 0,
-        in_place: bool = False,
-    ) -> RuleBytes:
+    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """The bytes that the rule takes for a partition.
 
         Args:
-            weights_bytes: bytes of an element of the weights.
-            y_bytes: bytes of an element of y.
+            item: bytes of an element of the weights and of y.
             in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
                 parts.
         """
+
+    @property
+    def estimates(self) -> bool:
+        """Whether a step may compute weights from y and an estimate."""
+        return self.overlapped and not self.steps_beside_worker
+
+    def slots(self, source: Source) -> int:
+        """Slots of a partition's gradients, which they take in turn."""
+        return slots_at(source) if self.overlapped else 1
+
+    def per_block(self, places: Places) -> PerBlock | None:
+        """The array that estimates are made from, copied to the accelerator if they are made
+        there; None: nothing is estimated."""
+        goes_there = places.gradient is Place.ACCELERATOR
+        return PerBlock(*self.layout.per_block, exchanged=goes_there) if self.estimates else None
+
+    @property
+    def per_block_width(self) -> int:
+        """Elements of the per-block array for one block."""
+        return self.layout.per_block_width(self.block_size)
 
     def head_bytes(self, numel: int) -> int:
         """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
         moments in their own dtype, and a byte for each scale of codes."""
         scales = len(self.layout.scales) * (numel // self.block_size)
         return sum(DTYPE_BYTES[dtype] for _, dtype in self.layout.arrays) * numel + scales
-
-    @property
-    def per_block_width(self) -> int:
-        """Elements of the per-block array for one block."""
-        return self.layout.per_block_width(self.block_size)
 
 
 def slots_at(source: Source) -> int:
@@ -135,13 +129,19 @@ def slots_at(source: Source) -> int:
 
 @dataclass(frozen=True)
 class PredictiveSettings(RuleSettings):
-    """Settings of the predictive rule."""
+    """Settings of the predictive rule and of the exact one, which never overlaps."""
 
     prediction_error_factor: float
     """0: no guard."""
 
     @classmethod
-    def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
+    def of(
+        cls,
+        config: ZenFlowConfig,
+        *,
+        layout: StateLayout = ADAM_STATE,
+        steps_per_epoch: int | None = None,
+    ) -> PredictiveSettings:
         """Read the settings from a section."""
         return cls(
             overlapped=config.overlapped,
@@ -151,61 +151,130 @@ class PredictiveSettings(RuleSettings):
             layout=layout,
         )
 
-    def slots(self, source: Source) -> int:
-        return slots_at(source) if self.overlapped else 1
-
-    @property
-    def estimates(self) -> bool:
-        return self.overlapped
-
-    @property
-    def steps_beside_worker(self) -> bool:
-        return False
-
-    def per_block(self, places: Places) -> PerBlock | None:
-        """What the estimate is made from, copied to the accelerator if estimates run there."""
-        goes_there = places.gradient is Place.ACCELERATOR
-        return PerBlock(*self.layout.per_block, exchanged=goes_there) if self.overlapped else None
-
-    def nbytes(
-        self,
-        numel: int,
-        weights_bytes: int = 0,
-        *,
-        y_bytes: int = 0,
-        in_place: bool = False,
-    ) -> RuleBytes:
-        """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
+    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
+        """Kept: 1 / d_b of each block. With signs, the signs and means of m.
 
         Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
-        `Estimator.predict`, to which y comes in parts, for others one. With Lion two, and a byte
+        `predict`, to which y comes in parts, for others one. With signs two, and a byte
         for each sign. A kernel needs none, but whether it can run is not known before the run.
         """
         if not self.overlapped:
             return RuleBytes()
-        remembered = "signs and means" if self.layout.with_signs else "derived denominators"
+        signs = self.layout.with_signs
         entries = -(-numel // self.block_size) * self.per_block_width
-        kept = {remembered: FLOAT_BYTES * entries}
+        kept = {"signs and means" if signs else "derived denominators": FLOAT_BYTES * entries}
         chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
-        y = 0 if in_place else chunk * y_bytes
-        factor = FLOAT_BYTES * -(-chunk // self.block_size)
-        if self.layout.with_signs:
-            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else y_bytes))
-            return RuleBytes(kept, saved=tuple(kept.values()), step=step)
-        narrow = weights_bytes < FLOAT_BYTES
-        step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(y, factor)
-        return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+        y, factor = chunk * (0 if in_place else item), FLOAT_BYTES * -(-chunk // self.block_size)
+        floats = 2 if signs else 3 if item < FLOAT_BYTES else 1
+        others = max(chunk * _SIGN_BYTES, y) if signs else max(y, factor)
+        return RuleBytes(kept, tuple(kept.values()), floats * FLOAT_BYTES * chunk + others)
 
 
-def head_step_bytes(
-    numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
-) -> int:
-    """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two
-    fp32 arrays of one chunk, and three numbers per block."""
-    at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
-    chunk = min(numel, chunk_of(at_once, block_size))
-    if layout.moment_dtype != "float32":  # and both moments in fp32
-        chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
-        per_element = 4 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]
-        return per_element * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
-    return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
+@dataclass(frozen=True)
+class SelectiveSettings(RuleSettings):
+    """Settings of the selective rule, which runs Adam only. It collects the gradients of an
+    interval by itself and hands over their mean; the worker sees one gradient."""
+
+    steps_beside_worker = True  # hot blocks
+    limits: ClassVar[str] = (
+        "hot blocks step on the accelerator in place of a share, with fp32 moments of Adam, and "
+        "each data-parallel group chooses its own; the predictive rule has none of these limits"
+    )
+
+    interval: int
+    """Optimizer steps whose mean gradient makes one step of the cold blocks."""
+    topk_ratio: float
+    select_every_steps: int
+    """Optimizer steps between two selections, a multiple of `interval`; 0: select only once."""
+
+    @classmethod
+    def of(
+        cls,
+        config: ZenFlowConfig,
+        *,
+        layout: StateLayout = ADAM_STATE,
+        steps_per_epoch: int | None = None,
+    ) -> SelectiveSettings:
+        """Read the settings from a section.
+
+        Raises:
+            ConfigError: intervals contradict each other.
+        """
+        given, by_epoch = config.update_interval, config.select_strategy == "epoch"
+        steps = _select_steps(config, steps_per_epoch)
+        interval = given if isinstance(given, int) else min(_INTERVAL, steps or _INTERVAL)
+        return cls(
+            overlapped=config.overlapped,
+            warm_up_steps=max(1, config.full_warm_up_rounds),
+            block_size=config.block_size,
+            layout=layout,
+            interval=interval,
+            topk_ratio=config.topk_ratio,
+            select_every_steps=_in_intervals(steps, interval),
+            warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
+        )
+
+    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
+        """Kept: p, m, v and the numbers of the hot blocks, and the mean of the interval's
+        gradients. A step takes the gradient and weights of the hot blocks."""
+        blocks = math.ceil(self.topk_ratio * (numel // self.block_size))
+        hot, numbers = blocks * self.block_size, blocks * _NUMBER_BYTES
+        mean = numel * item if self.interval > 1 else 0
+        kept = {"hot blocks": numbers + hot * _STATE_BYTES, "mean gradient": mean}
+        step = self.layout.step_bytes(hot, self.block_size) + 2 * hot * item
+        return RuleBytes(kept, (numbers, mean), step)
+
+
+_UNKNOWN_EPOCH = (
+    'zenflow.select_strategy = "epoch": the length of an epoch is known only if '
+    "deepspeed.initialize gets training_data, so hot blocks are selected only once. Set "
+    'select_strategy to "step", and select_interval'
+)
+
+
+def _select_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> int | None:
+    """Optimizer steps between two selections as the config gives them; 0: one selection; None: not
+    given."""
+    given, strategy = config.select_interval, config.select_strategy
+    if strategy == "step" and given is None:
+        raise ConfigError(
+            'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number '
+            'of optimizer steps between two selections: set it, or set select_strategy to "auto"'
+        )
+    return given if strategy != "epoch" else (given or 1) * (steps_per_epoch or 0)
+
+
+def _in_intervals(steps: int | None, interval: int) -> int:
+    """`steps` rounded up to whole intervals."""
+    if steps is None:
+        steps = max(_LEAST_STEPS, _LEAST_INTERVALS * interval)
+    if 0 < steps < interval:
+        raise ConfigError(
+            f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less "
+            f"than update_interval = {interval}: raise select_interval or lower update_interval"
+        )
+    return math.ceil(steps / interval) * interval
+
+
+def _class_of(config: ZenFlowConfig) -> type[PredictiveSettings] | type[SelectiveSettings]:
+    return SelectiveSettings if config.rule == "selective" else PredictiveSettings
+
+
+def settings_of(
+    config: ZenFlowConfig, layout: StateLayout = ADAM_STATE, steps_per_epoch: int | None = None
+) -> RuleSettings:
+    """The settings of the config's rule.
+
+    Args:
+        layout: the optimizer's state.
+        steps_per_epoch: optimizer steps per epoch; None: unknown.
+
+    Raises:
+        ConfigError: the section contradicts itself.
+    """
+    return _class_of(config).of(config, layout=layout, steps_per_epoch=steps_per_epoch)
+
+
+def limits_of(config: ZenFlowConfig) -> str:
+    """See `RuleSettings.limits`."""
+    return _class_of(config).limits

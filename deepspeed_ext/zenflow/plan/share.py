@@ -17,17 +17,16 @@ import enum
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from deepspeed_ext.zenflow.plan.held import Held, nbytes_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
-from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
-    "HIDDEN",
-    "LEAST_GAINED",
     "MEASURED_STEPS",
     "SETTLING_STEPS",
     "UNITS",
@@ -35,10 +34,11 @@ __all__ = [
     "ChainTimes",
     "Limit",
     "MeasuredStep",
+    "accelerator_bytes",
     "best_threads",
     "chosen_share",
-    "least_units",
     "hiding_units",
+    "least_units",
     "limit_line",
     "probed_threads",
     "share_reason",
@@ -46,7 +46,6 @@ __all__ = [
     "times_of",
     "with_heads",
     "with_host_share",
-    "with_threads",
 ]
 
 UNITS = 1024
@@ -64,7 +63,8 @@ WATCHED_STEPS = 6
 """Overlapped steps to measure."""
 
 HIDDEN = 0.95
-"""Fraction of the accelerator's time that the optimizer's chain may take."""
+"""Fraction of the accelerator's time that the optimizer's chain may take. The rest covers the chunk
+that a step waits for."""
 
 LEAST_GAINED = 0.03
 """Fraction by which a step must get shorter for more of the optimizer on the accelerator than hides
@@ -91,6 +91,21 @@ class Limit(enum.IntEnum):
     GATHER = 3
     STEP = 4
     """The step's own work on the accelerator."""
+
+
+_TOLD = {
+    Limit.NOTHING: "nothing limits it",
+    Limit.WORKER: (
+        "the optimizer process limits it{cores}: fewer pt_reserved_cores, state_dtype bfloat16, or "
+        "more work per step make it shorter"
+    ),
+    Limit.LINK: (
+        "the link to the host limits it: more work per step, or more of the optimizer on the "
+        "accelerator (offload_optimizer.ratio), make it shorter"
+    ),
+    Limit.GATHER: "the gather of the weights limits it",
+    Limit.STEP: "the step's own work on the accelerator limits it",
+}
 
 
 @dataclass(frozen=True)
@@ -140,30 +155,14 @@ class MeasuredStep:
         return 0.0 if self.link else max(0.0, self.wait - max(0.0, self.worker - busy))
 
 
-_TOLD = {
-    Limit.NOTHING: "nothing limits it",
-    Limit.WORKER: (
-        "the optimizer process limits it{cores}: fewer pt_reserved_cores, state_dtype bfloat16, or "
-        "more work per step make it shorter"
-    ),
-    Limit.LINK: (
-        "the link to the host limits it: more work per step, or more of the optimizer on the "
-        "accelerator (offload_optimizer.ratio), make it shorter"
-    ),
-    Limit.GATHER: "the gather of the weights limits it",
-    Limit.STEP: "the step's own work on the accelerator limits it",
-}
-
-
 def limit_line(step: MeasuredStep, cores: tuple[int, int] | None = None) -> str:
     """What limits `step`, in one line.
 
     Args:
         cores: those of the optimizer process, and all of its rank; None: not known.
     """
-    told = _TOLD[step.limit].format(
-        cores="" if cores is None else " ({} of {} cores)".format(*cores)
-    )
+    of_cores = "" if cores is None else " ({} of {} cores)".format(*cores)
+    told = _TOLD[step.limit].format(cores=of_cores)
     return f"ZenFlow: a step takes {step.slowdown:.2f}x its time without the optimizer; {told}"
 
 
@@ -175,8 +174,6 @@ class ChainTimes:
         device: the accelerator's time between two optimizer steps, with no pass beside it.
         worker: the pass, per step.
         link: the copies, in the slower direction.
-        fixed: the part of the chain of copies and pass that does not depend on the number of
-            elements.
         contention: seconds by which a second of the pass delays the accelerator, because both need
             the host's cores and memory; at least 0, below 1.
         there: an exact step of all elements on the accelerator.
@@ -185,7 +182,6 @@ class ChainTimes:
     device: float
     worker: float
     link: float = 0.0
-    fixed: float = 0.0
     contention: float = 0.0
     there: float = 0.0
 
@@ -194,10 +190,17 @@ class ChainTimes:
         """Whether there is enough to choose from."""
         return all(map(math.isfinite, vars(self).values())) and min(self.device, self.worker) > 0.0
 
-    def beside(self, host_share: float) -> float:
-        """`device` while the host passes over `host_share` of the elements."""
-        delayed = self.device + self.contention * self.worker * host_share
-        return min(delayed, self.device / (1.0 - self.contention))
+    def step(self, plan: ZenFlowPlan, share: float) -> float:
+        """Duration of a step of `plan` with this share of the elements on the host."""
+        worker, link, there = self.worker * share, self.link * share, self.there * (1.0 - share)
+        delayed = self.device + self.contention * worker
+        device = min(delayed, self.device / (1.0 - self.contention))
+        is_beside = plan.copies is Copies.BESIDE_STEP
+        if not plan.rule.overlapped:
+            return device + (max(worker, link) if is_beside else link + worker) + there
+        if is_beside:
+            return max(device, worker, link) + there
+        return device + link + max(0.0, worker - device) + there
 
 
 def times_of(
@@ -214,42 +217,24 @@ def times_of(
     step = beside or alone
     if step is None:
         return ChainTimes(0.0, 0.0)
-    scale = sum(each.numel for each in plan.partitions) / max(1, _on_host(plan))
-    link = scale * _slower_way(plan, step.link or step.exposed_copies)
-    device, fixed, contention = step.device, 0.0, 0.0
-    if alone is not None:
-        device = alone.device
-        # a synchronous step waits for all copies, an overlapped one for those of one chunk
-        chunks = (
-            0
-            if plan.chunks is None
-            else sum(-(-each.on_host // plan.chunks.numel) for each in plan.partitions)
-        )
-        fixed = max(0.0, alone.wait - alone.worker) / chunks if chunks else 0.0
+    on_host = sum(each.on_host for each in plan.partitions)
+    scale = sum(each.numel for each in plan.partitions) / max(1, on_host)
+    moves, contention = traffic_of(plan), 0.0
+    slower_way = max(moves.down, moves.up) / (moves.down + moves.up)
     if alone is not None and beside is not None and (both := min(beside.worker, beside.device)):
         contention = min(MOST_CONTENTION, max(0.0, beside.device - alone.device) / both)
-    there = _exact_over_estimate(plan) * scale * step.estimate
-    return ChainTimes(device, scale * step.worker, link, fixed, contention, there)
-
-
-def _on_host(plan: ZenFlowPlan) -> int:
-    return sum(each.on_host for each in plan.partitions)
-
-
-def _slower_way(plan: ZenFlowPlan, both: float) -> float:
-    """The seconds of the slower direction, of `both` seconds of copies in both."""
-    moves = traffic_of(plan)
-    return both * max(moves.down, moves.up) / (moves.down + moves.up)
-
-
-def _exact_over_estimate(plan: ZenFlowPlan) -> float:
-    """Bytes of an exact step on the accelerator over those of an estimate: 28 and 6 per element
-    with fp32 moments. Both are bound by memory."""
-    dtypes, block_size = plan.dtypes, plan.rule.block_size
-    gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published]
-    weights = DTYPE_BYTES[dtypes.weights]
-    stepped = 2 * plan.rule.head_bytes(block_size) / block_size + gradient + weights
-    return stepped / (gradient + published + weights)
+    # An exact step on the accelerator moves 28 bytes per element, with fp32 moments, where an
+    # estimate moves 6. Both are bound by memory.
+    item, size = DTYPE_BYTES[plan.dtypes.weights], plan.rule.block_size
+    estimated = DTYPE_BYTES[plan.dtypes.gradient] + 2 * item
+    stepped = 2 * plan.rule.head_bytes(size) / size + estimated - item
+    return ChainTimes(
+        step.device if alone is None else alone.device,
+        scale * step.worker,
+        scale * slower_way * (step.link or step.exposed_copies),
+        contention,
+        stepped / estimated * scale * step.estimate,
+    )
 
 
 # -- threads -------------------------------------------------------------------------------------
@@ -272,33 +257,46 @@ def best_threads(counts: Sequence[int], seconds: Sequence[float]) -> int:
     Args:
         seconds: of the passes with `probed_threads`, as far as there were such steps.
     """
-    passes: Mapping[int, list[float]] = {count: [] for count in counts}
-    for count, each in zip(probed_threads(counts), seconds, strict=False):
-        passes[count].append(each)
-    best, *others = counts
-    if all(passes.values()) and len(seconds) >= len(probed_threads(counts)):
-        for count in others:
-            least = (1.0 - LEAST_GAINED) * statistics.median(passes[best])
-            best = count if statistics.median(passes[count]) < least else best
+    probed = probed_threads(counts)
+    if len(seconds) < len(probed):
+        return counts[0]
+    passes = list(zip(probed, seconds, strict=False))
+    typical = {
+        count: statistics.median(passed for probed, passed in passes if probed == count)
+        for count in counts
+    }
+    best = counts[0]
+    for count in counts[1:]:
+        best = count if typical[count] < (1.0 - LEAST_GAINED) * typical[best] else best
     return best
 
 
 # -- the choice ----------------------------------------------------------------------------------
 
 
+def accelerator_bytes(plan: ZenFlowPlan) -> int:
+    """What ZenFlow holds on the accelerator between two steps."""
+    return nbytes_of(Held(plan).held(Place.ACCELERATOR))
+
+
 def least_units(plan: ZenFlowPlan, room: int) -> int:
     """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
-    accelerator above the peak of a step of `plan`. `UNITS` if nothing fits."""
+    accelerator above what `plan` takes. `UNITS` if nothing fits."""
     fitting = bisect_right(
         range(UNITS + 1),
-        max(0, room) + _accelerator_bytes(plan),
-        key=lambda there: _accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
+        max(0, room) + accelerator_bytes(plan),
+        key=lambda there: accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
     )
     return UNITS - max(0, fitting - 1)
 
 
-def _accelerator_bytes(plan: ZenFlowPlan) -> int:
-    return plan.head_bytes + plan.landing_bytes
+def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
+    """How much may step on the host, of `UNITS`, without making the accelerator wait; 0 if it
+    always waits."""
+    if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
+        return 0
+    slowest = max(times.worker, times.link) - HIDDEN * times.contention * times.worker
+    return min(UNITS, math.floor(HIDDEN * times.device / slowest * UNITS)) if slowest else UNITS
 
 
 def chosen_share(plan: ZenFlowPlan, ranks: Sequence[tuple[ChainTimes, int]]) -> tuple[float, str]:
@@ -311,15 +309,14 @@ def chosen_share(plan: ZenFlowPlan, ranks: Sequence[tuple[ChainTimes, int]]) -> 
     Args:
         ranks: of each rank what it has measured, and the `least_units` of its own plan.
     """
-    now = plan.host_share
-    of_all = [times for times, _ in ranks]
+    now, of_all = plan.host_share, [times for times, _ in ranks]
     if not all(times.is_complete for times in of_all):
         return now, "a rank could not measure its steps"
     least = min(max(units for _, units in ranks) / UNITS, now)
     hiding = min(hiding_units(plan, times) for times in of_all) / UNITS
 
     def seconds(share: float) -> float:
-        return max(_step_seconds(plan, share, times) for times in of_all)
+        return max(times.step(plan, share) for times in of_all)
 
     share = min(now, max(least, hiding))
     share = least if seconds(least) < (1.0 - LEAST_GAINED) * seconds(share) else share
@@ -335,31 +332,6 @@ def chosen_share(plan: ZenFlowPlan, ranks: Sequence[tuple[ChainTimes, int]]) -> 
     return (share if is_worth_it else now), why
 
 
-def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
-    """How much may step on the host, of `UNITS`, without making the accelerator wait; 0 if it
-    always waits."""
-    if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
-        return 0
-    slowest = max(times.worker, times.link) - HIDDEN * times.contention * times.worker
-    if slowest == 0.0:
-        return UNITS
-    share = (HIDDEN * times.device - times.fixed) / slowest
-    return max(0, min(UNITS, math.floor(share * UNITS)))
-
-
-def _step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
-    """Seconds of a step of `plan` on one rank, with this share."""
-    worker, link = times.worker * host_share, times.link * host_share
-    device, there = times.beside(host_share), times.there * (1.0 - host_share)
-    is_beside = plan.copies is Copies.BESIDE_STEP
-    chain = max(worker, link) + times.fixed
-    if not plan.rule.overlapped:
-        return device + (chain if is_beside else link + worker) + there
-    if is_beside:
-        return max(device, chain) + there
-    return device + link + max(0.0, worker - device) + there
-
-
 # -- what a plan becomes -------------------------------------------------------------------------
 
 
@@ -373,24 +345,15 @@ def with_host_share(plan: ZenFlowPlan, host_share: float, why: str) -> ZenFlowPl
 def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: str) -> ZenFlowPlan:
     """`with_host_share`, given how many elements of each partition step on the accelerator."""
     pairs = zip(plan.partitions, heads, strict=True)
-    partitions = tuple(replace(each, head=head) for each, head in pairs)
-    kept = (each for each in plan.reasons if not each.is_of_share)
     return replace(
         plan,
-        partitions=partitions,
+        partitions=tuple(replace(each, head=head) for each, head in pairs),
         host_share=host_share,
-        reasons=(*kept, share_reason(host_share, why, is_open=True)),
+        share_reason=share_reason(host_share, why, is_open=True),
         measures_share=False,
     )
 
 
 def share_reason(host_share: float, why: str, *, is_open: bool = False) -> Reason:
     """Why `host_share` of each partition steps on the host."""
-    return Reason(f"offload_optimizer.ratio = {host_share:.4g}", why, is_open, is_of_share=True)
-
-
-def with_threads(plan: ZenFlowPlan, threads: int) -> ZenFlowPlan:
-    """`plan` with this many threads of the optimizer process."""
-    if plan.cpus is None or plan.cpus.threads == threads:
-        return plan
-    return replace(plan, cpus=plan.cpus._replace(threads=threads))
+    return Reason(f"offload_optimizer.ratio = {host_share:.4g}", why, is_open)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import ConfigDict
 
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOATS", "AdamState", "PartitionValues", "Tensors"]
@@ -57,7 +58,7 @@ class PartitionValues:
         return False
 
     def catch_up(
-        self, state: AdamState, block_size: int, begin: int = 0, dtype: str = "float32"
+        self, state: AdamState, block_size: int, begin: int = 0, layout: StateLayout = ADAM_STATE
     ) -> None:
         """Apply the collected gradients to a part of the partition, as the rule would, in this
         process.
@@ -66,13 +67,15 @@ class PartitionValues:
             state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
             begin: first element of the part, at the start of a block. The part ends where a block
                 or the partition ends.
-            dtype: dtype that the rule rounded the moments to.
+            layout: the optimizer's state, whose moments the rule rounded.
         """
         skipped = max(0, self.on_accelerator - begin)
         parts = [array[skipped:] for array in state]
         if self.is_behind and parts[0].numel():
             begin += skipped - self.on_accelerator
-            self.apply_collected(parts, block_size, begin, dtype)
+            self.apply_collected(parts, block_size, begin, layout)
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int, layout: StateLayout
+    ) -> None:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""

@@ -13,7 +13,6 @@ Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -27,20 +26,6 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StepConstants
 
 __all__ = ["Heads"]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The share of one partition: d elements, whole blocks.
-
-    Attributes:
-        state: p, fp32, and the moments in their own dtypes, [blocks, block_size]; scales of codes,
-            [blocks]; accelerator.
-        shown: the same on the host, 1-D, in the arena.
-    """
-
-    state: tuple[torch.Tensor, ...]
-    shown: tuple[torch.Tensor, ...]
 
 
 class Heads:
@@ -64,7 +49,10 @@ class Heads:
         self._kind = kind
         self._arena = arena
         self._is_shown = False
-        layout, self._parts = kind.layout, []
+        layout = kind.layout
+        # by partition: p, fp32, and the moments in their own dtypes, [blocks, block_size], and
+        # scales of codes, [blocks], on the accelerator; and where each is shown, 1-D, in the arena
+        self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for index, (part, numel) in enumerate(zip(weights, numels, strict=True)):
             blocks = numel // block_size
             shapes: dict[str, tuple[int, ...]] = dict.fromkeys(layout.kinds, (blocks, block_size))
@@ -75,7 +63,7 @@ class Heads:
                 for each, shape in zip(shown, shapes.values(), strict=True)
             ]
             state[0].copy_(part[:numel].view_as(state[0]))
-            self._parts.append(_Part(tuple(state), tuple(shown)))
+            self._parts.append(list(zip(state, shown, strict=True)))
 
     @classmethod
     def if_all_have_room(
@@ -130,7 +118,7 @@ class Heads:
             weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in
                 place.
         """
-        state = self._parts[index].state
+        state = self.tensors(index)
         p = state[0]
         if p.numel():
             self._kind.step_rows(state, grad.view_as(p), weights.view_as(p), step)
@@ -142,7 +130,7 @@ class Heads:
         """Copy p and the moments, or their codes, to the host, where they take memory until `hide`.
         The arena must not be in use."""
         for part in self._parts:
-            for shown, values in zip(part.shown, part.state, strict=True):
+            for values, shown in part:
                 shown.copy_(values.view(-1))
         self._is_shown = True
 
@@ -150,7 +138,7 @@ class Heads:
     def take(self) -> None:
         """Copy p and the moments back from the host, where they may have been written."""
         for part in self._parts:
-            for shown, values in zip(part.shown, part.state, strict=True):
+            for values, shown in part:
                 values.copy_(shown.view_as(values))
         self._is_shown = True
 
@@ -169,4 +157,4 @@ class Heads:
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """What a partition's share keeps on the accelerator between steps."""
-        return list(self._parts[index].state)
+        return [values for values, _ in self._parts[index]]

@@ -223,8 +223,7 @@ class WorkerLink:
     def free(self, index: int, span: Span) -> None:
         """Wait, on this rank alone, until the worker has read the gradient of these elements of a
         partition, so that the next one may take its place."""
-        self.home.require()
-        if not self.failed:
+        if self.stream.are_due and not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
                 self.stream.free(index, span, Patience(self.longest_wait_seconds))
         self._lose_if_failed([(index, span)])

@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.share import SETTLING_STEPS, MeasuredStep
@@ -19,27 +19,10 @@ _FEWEST = 5
 """Overlapped steps to measure before a run is judged by them."""
 
 
-def _seconds() -> deque[float]:
-    return deque(maxlen=_REMEMBERED)
-
-
-@dataclass
-class _Alike:
+def _nothing_yet() -> dict[str, deque[float]]:
     """For each part of a step, seconds in the latest successive steps that all overlapped, or all
-    waited for their own update.
-
-    Attributes:
-        device: time before the step.
-        worker: pass time, per gradient.
-    """
-
-    device: deque[float] = field(default_factory=_seconds)
-    inside: deque[float] = field(default_factory=_seconds)
-    wait: deque[float] = field(default_factory=_seconds)
-    gather: deque[float] = field(default_factory=_seconds)
-    worker: deque[float] = field(default_factory=_seconds)
-    link: deque[float] = field(default_factory=_seconds)
-    estimate: deque[float] = field(default_factory=_seconds)
+    waited for their own update: named as in `MeasuredStep`, those of the worker per gradient."""
+    return {part.name: deque(maxlen=_REMEMBERED) for part in fields(MeasuredStep)}
 
 
 @dataclass
@@ -84,7 +67,7 @@ class Metrics:
     _hideable: float = field(default=0.0, init=False)
     _steps: int = field(default=0, init=False)
     _is_synchronous: bool = field(default=True, init=False)
-    _alike: _Alike = field(default_factory=_Alike, init=False)
+    _alike: dict[str, deque[float]] = field(default_factory=_nothing_yet, init=False)
     _counts: list[deque[bool]] = field(
         default_factory=lambda: [deque() for _ in range(3)], init=False
     )
@@ -101,7 +84,7 @@ class Metrics:
         between = self._between.lap()
         if self._steps:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
-            self._alike.device.extend(between)
+            self._alike["device"].extend(between)
 
     def timing_estimate(self) -> AbstractContextManager[None]:
         """Time an estimate of weights, if anybody asks for it."""
@@ -122,11 +105,11 @@ class Metrics:
         self.step_seconds = _newest(insides, self.step_seconds)
         past = self._alike
         waits = self._alike_of(waits, self._counts[0])
-        past.wait.extend(waits)
-        past.gather.extend(self._alike_of(gathers, self._counts[1]))
-        past.inside.extend(self._alike_of(insides, self._counts[2]))
+        past["wait"].extend(waits)
+        past["gather"].extend(self._alike_of(gathers, self._counts[1]))
+        past["inside"].extend(self._alike_of(insides, self._counts[2]))
         if self.estimating is not None:
-            past.estimate.extend(self.estimating.lap())
+            past["estimate"].extend(self.estimating.lap())
         if not synchronous:
             self._total_wait += sum(waits)
             self._total_hideable += self._hideable
@@ -145,7 +128,7 @@ class Metrics:
 
     def begin_anew(self) -> None:
         """Forget the steps so far, those too whose laps have not come yet."""
-        self._alike = _Alike()
+        self._alike = _nothing_yet()
         self._counts = [deque(False for _ in coming) for coming in self._counts]
 
     def note_worker(self, seconds: float, gradients: int) -> None:
@@ -158,23 +141,21 @@ class Metrics:
         self.worker_seconds = seconds
         self._hideable += seconds
         if gradients:
-            self._alike.worker.append(seconds / gradients)
+            self._alike["worker"].append(seconds / gradients)
 
     def note_link(self, seconds: float) -> None:
         """Record the duration of copies beside the step; 0: none were measured."""
         if seconds:
             self.link_seconds = seconds
             self._hideable += seconds
-            self._alike.link.append(seconds)
+            self._alike["link"].append(seconds)
 
     def typical_step(self) -> MeasuredStep | None:
         """Medians over the latest successive steps that all overlapped, or all waited; None: there
         are none, or the accelerator took no time."""
-        past = self._alike
-        if not (past.inside and past.worker and _median(past.device) > 0.0):
-            return None
-        parts = past.device, past.inside, past.wait, past.worker, past.link
-        return MeasuredStep(*map(_median, (*parts, past.gather, past.estimate)))
+        step = MeasuredStep(**{part: _median(seconds) for part, seconds in self._alike.items()})
+        is_known = self._alike["inside"] and self._alike["worker"] and step.device > 0.0
+        return step if is_known else None
 
     def as_dict(self) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""
@@ -190,7 +171,7 @@ class Metrics:
             "bytes_up": float(self.bytes_up),
         }
         found = {name: value for name, value in figures.items() if not math.isnan(value)}
-        if self._is_synchronous or len(self._alike.inside) < _FEWEST:
+        if self._is_synchronous or len(self._alike["inside"]) < _FEWEST:
             return found
         step = self.typical_step()
         told = {} if step is None else {"slowdown": step.slowdown, "limit": float(step.limit)}

@@ -17,7 +17,7 @@ from deepspeed_ext.runtime.memory import Parked
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.places import Place, Wait
+from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
@@ -36,9 +36,11 @@ class Observer(Protocol):
 
     Attributes:
         is_chosen: whether it has chosen, on this machine.
+        threads: those of the worker's passes.
     """
 
     is_chosen: bool
+    threads: int
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Observe a step that has ended. A collective if a choice is due."""
@@ -135,7 +137,7 @@ class HostOptimizer:
             plan = self._current_plan
             partition = self.state.partitions[index]
             stream = self.link.stream
-            whole = self.decided.places.handed_over is Place.HOST
+            whole = not self.decided.is_in_transit
             slot = self.coming_slot(index) if whole else None
             step = self.kind.step(partition.group, self.state.counts[index] + 1, grad_scale)
             if (heads := self.state.heads) is not None:
@@ -285,9 +287,8 @@ class HostOptimizer:
         if self._parked is not None:
             self._parked.restore()
             if not self.link.stream.restore():
-                self.state.expose(
-                    shows_moments=False, takes_over=False
-                )  # so that the next step publishes again
+                # so that the next step publishes again
+                self.state.expose(shows_moments=False, takes_over=False)
             self._parked = None
         self.is_offloaded = False
 

@@ -3,7 +3,7 @@
 The worker steps p and the moments in the arena, where moments may be 8-bit codes. The first
 elements of a partition may step on the accelerator (`Heads`) and not be on the host.
 After `drain`, `read` returns p of any elements from where they are. Everyone else sees whole
-partitions in the arena, moments decoded to fp32, which take host memory while they are shown:
+partitions in the arena, moments in fp32, which take host memory while they are shown:
 
 =============  ===================================================================================
 `drain`        waits until p, m and v are final, and shows them; writing them has no effect
@@ -13,65 +13,32 @@ partitions in the arena, moments decoded to fp32, which take host memory while t
 `replaced`     starts over from values that a load has written there
 =============  ===================================================================================
 
-Codes that are decoded and not written give the same codes again. A save does not decode the
-moments: the worker does, chunk by chunk, on their way to the file (`file_parts`).
+A save does not decode the moments: the worker does, chunk by chunk, on their way to the file
+(`file_parts`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
-from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
-from deepspeed_ext.zenflow.worker.messages import CodedPart, FilePart, Span
+from deepspeed_ext.zenflow.worker.messages import FilePart, Span
+from deepspeed_ext.zenflow.worker.moments import ShownMoments
 
 __all__ = ["StateStore"]
 
 _FILE_PART_BYTES = 1 << 28
 """The worker answers after each part of this many bytes, so every wait is bounded even if the disk
 is slow."""
-
-
-@dataclass(frozen=True)
-class _Codes:
-    """A moment of one partition of ZeRO, of n elements, kept as codes.
-
-    Attributes:
-        kind, shown_kind, partition: kinds and partition of the arena's arrays of codes and of
-            decoded values.
-        codes: int8 [n] of m, uint8 [n] of v.
-        scales: uint8 [ceil(n / block_size)].
-        shown: fp32 [n].
-    """
-
-    kind: str
-    shown_kind: str
-    partition: int
-    block_size: int
-    codes: torch.Tensor
-    scales: torch.Tensor
-    shown: torch.Tensor
-
-    def parts(self, numel: int) -> Iterator[tuple[Span, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Runs of whole blocks, of about `numel` elements each: codes, scales and shown values."""
-        step = chunk_of(numel, self.block_size)
-        pieces = self.codes.split(step), self.scales.split(step // self.block_size)
-        begins = range(0, self.codes.numel(), step)
-        for begin, codes, scales, shown in zip(
-            begins, *pieces, self.shown.split(step), strict=False
-        ):
-            yield Span(begin, begin + codes.numel()), codes, scales, shown
 
 
 class StateStore:
@@ -106,19 +73,9 @@ class StateStore:
         self.counts = [0] * len(wholes)
         self.in_step = False
         self._changes = 0
-        layout, arena = kind.layout, link.arena
-        self._codes = [
-            _Codes(*names, index, rule.block_size, *(arena.whole(each, index) for each in arrays))
-            for index in range(len(wholes))
-            for codes, scales, shown in zip(
-                layout.kinds[1:], layout.scales, layout.shown, strict=layout.is_coded
-            )
-            for names, arrays in [((codes, shown), (codes, scales, shown))]
-        ]
+        self._moments = ShownMoments(kind.layout, link.arena, len(wholes), rule.block_size)
         # p, m, v may have been written from outside: the next step publishes them again
         self._is_exposed = False
-        self._is_decoded = False  # the decoded moments may be written; codes lead from a step on
-        self._has_decoded = False  # they take memory
         used = weakref.WeakMethod(self._used)
 
         def use() -> None:
@@ -177,13 +134,9 @@ class StateStore:
         return torch.cat([there, values[there.numel() :]])
 
     def decode(self) -> None:
-        """Show coded moments in fp32, which take memory until a later step. The arena must not be
-        in use, and must hold all codes."""
-        encoded = () if self._is_decoded else self._codes
-        self._has_decoded = self._is_decoded = bool(self._codes)
-        for each in encoded:
-            for _, codes, scales, shown in each.parts(CODED_CHUNK_NUMEL):
-                decode(codes, scales, each.block_size, shown)
+        """Show moments that are codes in fp32, which take memory until a later step. The arena must
+        not be in use."""
+        self._moments.show()
 
     def expose(self, *, shows_moments: bool = True, takes_over: bool = True) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start
@@ -234,7 +187,7 @@ class StateStore:
 
     def file_parts(
         self, values: torch.Tensor, offset: int, crc_offsets: tuple[int, ...]
-    ) -> list[FilePart | CodedPart] | None:
+    ) -> list[FilePart] | None:
         """What the worker writes to a file for a storage of the state that users see.
 
         Args:
@@ -245,26 +198,16 @@ class StateStore:
         Returns:
             Its parts in order; None: it is not in the arena.
         """
-        address = values.data_ptr()
-        for each in () if self._is_decoded else self._codes:
-            if each.shown.data_ptr() == address:
-                size = each.shown.element_size()
-                return [
-                    CodedPart(
-                        *(each.kind, each.partition, span, offset + size * span.begin),
-                        *(crc_offsets, span.begin > 0),
-                    )
-                    for span, *_ in each.parts(_FILE_PART_BYTES // size)
-                ]
-        if (place := self.link.arena.find(address, values.nbytes)) is None:
+        place = self.link.arena.find(values.data_ptr(), values.nbytes)
+        most, codes = _FILE_PART_BYTES, None
+        if (hidden := self._moments.hidden_at(values.data_ptr())) is not None:
+            codes, block_size = hidden
+            place, most = 0, 4 * chunk_of(most // 4, block_size)  # of fp32
+        if place is None:
             return None
         return [
-            FilePart(place + begin, part.nbytes, offset + begin, crc_offsets, begin > 0)
-            for begin, part in zip(
-                range(0, values.nbytes, _FILE_PART_BYTES),
-                values.split(_FILE_PART_BYTES),
-                strict=True,
-            )
+            FilePart(*(place + begin, part.nbytes, offset + begin, crc_offsets, begin > 0), codes)
+            for begin, part in zip(range(0, values.nbytes, most), values.split(most), strict=True)
         ]
 
     def on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
@@ -298,16 +241,13 @@ class StateStore:
                 self._is_exposed = self.link.is_unread = False
                 self._take_back()
                 self._rule.resume()
-        self._is_decoded = False
+        self._moments.begin_step()
 
     def hide(self) -> None:
         """Free the memory of what was shown and is no longer read."""
         if self.heads is not None:
             self.heads.hide()
-        if self._has_decoded and not self._is_decoded:
-            self._has_decoded = False
-            for each in self._codes:
-                self.link.arena.release(each.shown_kind, each.partition)
+        self._moments.hide()
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -321,8 +261,6 @@ class StateStore:
     @torch.no_grad()
     def _take_back(self) -> None:
         """Take back what others may have written where it was shown."""
-        for each in self._codes if self._is_decoded else ():
-            for _, codes, scales, shown in each.parts(CODED_CHUNK_NUMEL):
-                encode(shown, codes, scales, each.block_size)
+        self._moments.take()
         if self.heads is not None:
             self.heads.take()

@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from deepspeed_ext.errors import WorkerError
@@ -105,51 +104,39 @@ class Shipment:
     def __init__(
         self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None
     ) -> None:
-        assert at_once is None or at_once > _PARCELS_AHEAD, (
-            "a parcel waits behind the one that the worker has"
-        )
         self.carried = 0
         self.done = Latch()
-        self._latches = [parcel.here for parcel in parcels]
-        self._parcels = deque(parcels)
-        self._unsent = iter(tuple(parcels))
-        self._at_once = at_once
+        self._parcels = list(parcels)
+        self._at_once = len(parcels) if at_once is None else at_once
         self._process: OptimizerProcess | None = process
+        assert at_once is None or at_once > _PARCELS_AHEAD, "a parcel waits behind the worker's"
 
     def carry(self) -> None:
         """Deliver all parcels. Called by the courier's thread."""
-        process, with_worker = self._process, deque[tuple[Parcel, int]]()
+        process, parcels, numbers = self._process, self._parcels, list[int]()
         assert process is not None
-        self._send(self._at_once)
-        while self._parcels or with_worker:
-            if self._parcels:
-                parcel = self._parcels.popleft()
+        for parcel in parcels[: self._at_once]:
+            parcel.send()
+        for turn in range(len(parcels) + _PARCELS_AHEAD):
+            for parcel in parcels[turn : turn + 1]:
                 for event in parcel.down or ():
                     if event is not None:
                         event.synchronize()
-                with_worker.append((parcel, process.submit([parcel.task])))
-            if len(with_worker) > _PARCELS_AHEAD or not self._parcels:
-                parcel, number = with_worker.popleft()
-                process.wait_for(number)
-                if parcel.bring_up is not None:
-                    parcel.bring_up()
+                numbers.append(process.submit([parcel.task]))
+            if turn >= _PARCELS_AHEAD:
+                process.wait_for(numbers[self.carried])
+                if (bring_up := parcels[self.carried].bring_up) is not None:
+                    bring_up()
+                parcels[self.carried].here.open()
                 self.carried += 1
-                parcel.here.open()
-                self._send(1)  # its place is free
-
-    def _send(self, count: int | None) -> None:
-        """Send the next parcels; None: all."""
-        for parcel in islice(self._unsent, count):
-            parcel.send()
+                for parcel in parcels[self.carried + self._at_once - 1 :][:1]:
+                    parcel.send()  # the place is free
 
     def finish(self) -> None:
         """Record that nothing is left to do."""
-        self._parcels.clear()
-        self._unsent = iter(())
-        self._process = None
-        for latch in self._latches:
-            latch.open()
-        self._latches.clear()
+        for parcel in self._parcels:
+            parcel.here.open()
+        self._parcels, self._process = [], None
         self.done.open()
 
 

@@ -222,12 +222,11 @@ class Stream:
         Raises:
             WorkerError: the worker has failed.
         """
-        if self._awaited or self._passed:
-            self.complete(within, [(index, span)])
-            for key in self.chunks.touched([(index, span)]):
-                if (passed := self._passed.pop(key, None)) is not None:
-                    assert self._courier is not None
-                    self._courier.wait_for(passed, within)
+        self.complete(within, [(index, span)])
+        for key in self.chunks.touched([(index, span)]):
+            if (passed := self._passed.pop(key, None)) is not None:
+                assert self._courier is not None
+                self._courier.wait_for(passed, within)
 
     # -- the way to the worker, and back -----------------------------------------------------------
 
@@ -255,9 +254,15 @@ class Stream:
             self._up.wait_event(departed)
         parcels = [self._parcel(*chunk, number, departed) for number, chunk in enumerate(chunks)]
         at_once = len(self._slots) or None
-        if not self._peeks and (at_once is None or self._courier.is_idle):
-            for parcel in parcels[:at_once]:  # otherwise other chunks may be in the slots
-                parcel.send()
+        if self._buffers:
+            self._down.wait_event(departed)
+            if not self._slots:
+                with self._downwards.measured(self._down):
+                    for parcel in parcels:
+                        parcel.send()
+            elif self._courier.is_idle:  # otherwise other chunks may be in the slots
+                for parcel in parcels[:at_once]:
+                    parcel.send()
         if self._peeks:
             for span, task in reversed(chunks):
                 parcels.append(Parcel(tuple, replace(task, span=span)))
@@ -314,14 +319,13 @@ class Stream:
             return departed, self._came_down.pop(key, None), free
         index, part = task.partition, slice(*(task.span or ()))
         with get_accelerator().stream(self._down):
-            for event in departed, free:
-                if event is not None:
-                    self._down.wait_event(event)
+            if free is not None:
+                self._down.wait_event(free)
             if task.step is not None:
                 gradient = self._buffers[index].gradient[part]
                 target = self._gradients[index][task.slot][part] if slot is None else slot.gradient
                 assert target is not None
-                with self._downwards.measured():
+                with nullcontext() if slot is None else self._downwards.measured():
                     target[: gradient.numel()].copy_(gradient, non_blocking=True)
             return (copying.recorded(self._down),)
 
@@ -428,9 +432,9 @@ class Stream:
 
     @property
     def are_due(self) -> bool:
-        """Whether any weights are on their way, or some stream may have to wait for their
-        copies."""
-        return bool(self._awaited or self._used)
+        """Whether any weights are on their way or any gradient is still read, or some stream may
+        have to wait for copies."""
+        return bool(self._awaited or self._used or self._passed)
 
     def complete(
         self, within: Patience | None, parts: Iterable[tuple[int, Span]] | None = None

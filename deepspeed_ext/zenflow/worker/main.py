@@ -24,17 +24,16 @@ from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
-from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, NativeKernel, Pass, load_kernel
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, SHOWN_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     ArenaWrite,
-    CodedPart,
     Done,
     Failed,
+    FilePart,
     Ready,
     Span,
     Submission,
@@ -190,9 +189,9 @@ def write_from_arena(
         with files.opened(work.path, os.O_RDWR) as descriptor:
             for part in work.parts:
                 crc = files.read_crc(descriptor, part.crc_offsets[0]) if part.continues else 0
-                if isinstance(part, CodedPart):
+                if part.codes is not None:
                     assert kernel is not None, "codes need a kernel"
-                    crc = _write_decoded(descriptor, part, arena, kernel, block_size, crc)
+                    crc = _write_moments(descriptor, part, arena, kernel, block_size, crc)
                 else:
                     memory = files.memory_at(arena.address + part.begin, part.nbytes)
                     crc = files.write_summed(descriptor, memory, part.offset, crc)
@@ -202,24 +201,24 @@ def write_from_arena(
     return None
 
 
-def _write_decoded(
-    descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int
+def _write_moments(
+    descriptor: int, part: FilePart, arena: Arena, kernel: Kernel, block_size: int, crc: int
 ) -> int:
-    """Write moments as fp32, chunk by chunk; return `crc` updated with them."""
-    codes = arena.whole_array(part.kind, part.partition)
-    scales = arena.whole_array(f"{part.kind}_scales", part.partition)
-    step = chunk_of(CODED_CHUNK_NUMEL, block_size)
-    chunk = (ctypes.c_float * min(step, part.span.numel))()
-    for begin in range(part.span.begin, part.span.end, step):
-        end = min(begin + step, part.span.end)
+    """Decode moments to fp32 and write them, chunk by chunk; return `crc` updated with them."""
+    assert part.codes is not None
+    (kind, partition), size = part.codes, DTYPE_BYTES["float32"]
+    codes = arena.whole_array(kind, partition)
+    scales = arena.whole_array(f"{kind}_scales", partition)
+    first, last = part.begin // size, (part.begin + part.nbytes) // size
+    step = chunk_of(SHOWN_NUMEL, block_size)
+    chunk = (ctypes.c_float * min(step, last - first))()
+    for begin in range(first, last, step):
+        end = min(begin + step, last)
         values = Array(ctypes.addressof(chunk), "float32", end - begin)
         of_blocks = scales.part(begin // block_size, -(-end // block_size))
         kernel.decode(codes.part(begin, end), of_blocks, block_size, values)
-        size = DTYPE_BYTES["float32"]
         memory = files.memory_at(values.address, size * values.numel)
-        crc = files.write_summed(
-            descriptor, memory, part.offset + size * (begin - part.span.begin), crc
-        )
+        crc = files.write_summed(descriptor, memory, part.offset + size * (begin - first), crc)
     return crc
 
 

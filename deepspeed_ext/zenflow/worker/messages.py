@@ -11,7 +11,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 __all__ = [
     "ArenaRelay",
     "ArenaWrite",
-    "CodedPart",
     "Done",
     "Failed",
     "FilePart",
@@ -83,7 +82,7 @@ class FilePart(NamedTuple):
     """Bytes of the arena and their place in a file."""
 
     begin: int
-    """Their first byte in the arena."""
+    """Their first byte in the arena; of moments that the worker decodes, in their fp32 array."""
     nbytes: int
     offset: int
     """Their first byte in the file."""
@@ -91,21 +90,9 @@ class FilePart(NamedTuple):
     """Where in the file the CRC of these bytes belongs."""
     continues: bool = False
     """Whether to continue the CRC that is there already, of the bytes before."""
-
-
-class CodedPart(NamedTuple):
-    """Coded moments, and the place of their fp32 values in a file. `span` counts from the beginning
-    of ZeRO's partition: the codes of what steps on the accelerator are shown in the arena."""
-
-    kind: str
-    """Kind of the array of codes."""
-    partition: int
-    span: Span
-    offset: int
-    """The first byte in the file."""
-    crc_offsets: tuple[int, ...] = ()
-    continues: bool = False
-    """Both as in `FilePart`."""
+    codes: tuple[str, int] | None = None
+    """Kind and partition of the codes to decode on their way to the file, counted from the
+    beginning of ZeRO's partition; None: the bytes are written as they are."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +101,7 @@ class ArenaWrite:
     the worker: `Done.failed_write` reports it."""
 
     path: str
-    parts: tuple[FilePart | CodedPart, ...]
+    parts: tuple[FilePart, ...]
 
 
 @dataclass(frozen=True)

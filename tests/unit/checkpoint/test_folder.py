@@ -144,18 +144,6 @@ def test_a_save_that_is_given_up_leaves_the_older_one_or_else_the_only_copy(
     assert ours.state().saved == (left[0] if left else None)
 
 
-def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = CheckpointFolder(str(tmp_path), "tag")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        folder.require_loadable()
-    (tmp_path / "tag").mkdir()
-    (tmp_path / "tag" / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        folder.require_loadable()
-    (tmp_path / "tag" / "mp_rank_00_model_states.pt").touch()
-    folder.require_loadable()
-
-
 @pytest.mark.parametrize("name", ["notes.txt", "mp_rank_00_model_states.pt"])
 def test_a_folder_that_appears_during_a_save_is_replaced_unless_it_holds_a_save(
     name: str, tmp_path: Path

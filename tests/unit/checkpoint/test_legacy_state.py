@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_ext.checkpoint.zenflow_state import read_saved_state
 from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
+from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveState
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.same import assert_same
 
@@ -51,6 +52,7 @@ def test_block_counts_become_one_and_collected_gradients_their_mean(collected: i
     assert (values.cold_updates, state.counts) == (4, [11])
     assert values.hot_blocks is not None
     assert values.hot_blocks.tolist() == [1]
+    assert isinstance(state.schedule, SelectiveState)
     assert state.schedule.collected == collected
     assert "earlier" in state.kernel
     if collected:

@@ -26,18 +26,16 @@ def test_resume_in_a_new_process(stage: int, ranks: int, tmp_path: Path) -> None
 
 
 OVERLAPPED = {"update_interval": 3, "select_interval": 6, "overlap_step": True}
-AWAY = {**OVERLAPPED, "offload": True}
 SEQUENTIAL = {"update_interval": 2, "select_interval": 4}
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "zenflow", "first"),
     [
-        (2, 2, AWAY, 7),
-        pytest.param(2, 2, AWAY, 2, marks=pytest.mark.full),
+        (2, 2, OVERLAPPED, 7),
+        pytest.param(2, 2, OVERLAPPED, 2, marks=pytest.mark.full),
         pytest.param(3, 1, OVERLAPPED, 2, marks=pytest.mark.full),
         pytest.param(3, 2, SEQUENTIAL, 2, marks=pytest.mark.full),
-        pytest.param(3, 2, AWAY, 2, marks=pytest.mark.full),
     ],
 )
 def test_selective_resume_in_a_new_process(

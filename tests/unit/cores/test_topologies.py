@@ -96,19 +96,3 @@ def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
     assert all(rank["flags"] == list(case.flags) for rank in printed["ranks"])
     assert topology.is_hybrid == bool(case.efficient)
     assert format_cpulist(printed["idle"]) == case.idle
-
-
-def test_in_process_optimizer_keeps_each_share_whole() -> None:
-    case = next(case for case in CASES if case.name.startswith("T2 "))
-    topology = Topology(case.cores, (0, 1))
-    assert case.gpu_nodes is not None
-    ranks = [RankFacts(rank, mask, case.gpu_nodes[rank]) for rank, mask in enumerate(allowed(case))]
-    plan = plan_host(topology, ranks, PlanRequest(separate=False))
-    assert [format_cpulist(rank.pytorch) for rank in plan.ranks] == [
-        "0-15,64-79",
-        "16-31,80-95",
-        "32-47,96-111",
-        "48-63,112-127",
-    ]
-    assert {rank.optimizer for rank in plan.ranks} == {()}
-    assert {rank.pytorch_threads for rank in plan.ranks} == {16}

@@ -20,7 +20,6 @@ from deepspeed import comm as dist
 from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
@@ -109,8 +108,8 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
             engine = make_engine(config)
             link = engine.optimizer.host_optimizer.link
             is_whole = "update_interval" in config["zero_optimization"]["zenflow"]
-            places = engine.optimizer.host_optimizer.decided.places
-            assert places.handed_over is (Place.HOST if is_whole else Place.IN_TRANSIT)
+            plan = engine.optimizer.host_optimizer.decided
+            assert plan.is_in_transit is not is_whole
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]
             train(engine, data[:WITHOUT_FAULT])
             dist.barrier()

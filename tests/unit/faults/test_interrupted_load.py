@@ -149,6 +149,7 @@ def test_a_load_is_whole_or_the_engine_asks_for_another(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("stage", "saved", "rule"), CASES)
 def test_a_load_is_whole_at_many_lines(

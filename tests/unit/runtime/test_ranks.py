@@ -274,10 +274,6 @@ def test_an_error_of_a_group_of_one_gets_its_number_in_a_larger_group() -> None:
     assert [str(error) for error in run_together(3, fail)] == ["rank 1: it died"] * 3
 
 
-def test_no_flag_is_shared_unless_one_is_given() -> None:
-    assert raise_together(RankGroup.alone(), None) is False
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 def test_scratch_is_allocated_where_it_is_asked_for(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
@@ -286,13 +282,6 @@ def test_scratch_is_allocated_where_it_is_asked_for(
     monkeypatch.setattr(ranks_module.dist, "get_world_size", lambda group: 2)
     found = RankGroup.of(None, torch.device("cpu"), keeps_scratch=keeps)
     assert (found.scratch is not None) is keeps
-
-
-def test_a_group_of_one_gathers_its_own_tensor() -> None:
-    tensor = torch.arange(3)
-    found = RankGroup.alone().all_gather(tensor)
-    assert found.shape == (1, 3)
-    assert torch.equal(found[0], tensor)
 
 
 def test_an_older_torch_gathers_under_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:

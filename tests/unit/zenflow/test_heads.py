@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.checkpoint.legacy_state import CollectedValues
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.plan import head_of
-from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
@@ -106,14 +106,11 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
         "weight_decay": 0.0,
         "decoupled": True,
     }
-    values = PredictivePartitionValues(
+    values = CollectedValues(
         numel=head + host,
         on_accelerator=head,
         collected=[AdamStep(**step, step=1, grad_scale=1.0)],
         gradients=[gradient],
-        last=None,
-        errors=None,
-        inverse=None,
     )
     whole = tuple(torch.zeros(head + host) for _ in range(3))
     values.catch_up(whole, block)

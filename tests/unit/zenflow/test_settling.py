@@ -87,4 +87,4 @@ def test_threads_that_were_chosen_here_stay() -> None:
     first.run(CHOSEN_AT)
     run = VirtualRun(machine)
     run.resume(first, is_elsewhere=False)
-    assert run.host.decided.cpus.threads == first.plans[-1][1] == THREADS * 3 // 4
+    assert run.first_steps.threads == first.plans[-1][1] == THREADS * 3 // 4

@@ -109,7 +109,6 @@ def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
         "overlapped": adam.decided.rule.overlapped,
         "hot": [len(state.hot.ids) for state in adam.rule.states],
         "blocks": [p.master.numel() // BLOCK for p in adam.state.partitions],
-        "kept on the host": adam.decided.rule.keeps_hot_on_host,
         "accumulation": engine.gradient_accumulation_steps(),
         "global_steps": engine.global_steps,
     }
@@ -135,7 +134,6 @@ def test_it_does_what_the_fields_say(name: str, stage: int, ranks: int) -> None:
         assert found["losses"][-1] < found["losses"][0]
         assert (found["accumulation"], found["global_steps"]) == (1, STEPS)
         assert found["overlapped"] == section["overlap_step"]
-        assert found["kept on the host"] == section.get("offload", False)
         for what in ("exact", "selections", "updates", "interval"):
             assert found[what] == results[0][what], what
 

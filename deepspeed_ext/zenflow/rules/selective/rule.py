@@ -28,7 +28,7 @@ import torch
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.rules.selective.saved import (
     SelectivePartitionValues,
     recorrect,
@@ -51,7 +51,7 @@ class HotBlocks:
 
     Attributes:
         ids: their numbers, 1-D int64 [k], ascending, where the gradients are.
-        state: p, m and v, fp32 [3, k, block_size]; there, too, or on the host.
+        state: p, m and v, fp32 [3, k, block_size]; there, too.
     """
 
     ids: torch.Tensor
@@ -137,11 +137,8 @@ class SelectiveRule(UpdateRule):
         self, hot: HotBlocks, grad: torch.Tensor, step: AdamStep, dtype: torch.dtype
     ) -> None:
         gradient = rows_of(grad, self.block_size).index_select(0, hot.ids)
-        there = hot.state.to(grad.device)
         rounded = torch.empty_like(gradient, dtype=dtype)  # written with the others' weights
-        self._kind.step_rows(there.unbind(0), gradient, rounded, step)
-        if there is not hot.state:
-            hot.state.copy_(there)
+        self._kind.step_rows(hot.state.unbind(0), gradient, rounded, step)
 
     def step_partition(
         self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, step: AdamStep
@@ -185,10 +182,9 @@ class SelectiveRule(UpdateRule):
         state.scores = None
 
     def _make_hot(self, partition: Partition, state: SelectionState, ids: torch.Tensor) -> None:
-        """Copy the state of blocks `ids` to where hot blocks keep it."""
+        """Copy the state of blocks `ids` to where gradients are."""
         rows = [rows_of(array, self.block_size)[ids.cpu()] for array in partition.state]
-        there = "cpu" if self._settings.keeps_hot_on_host else partition.device
-        state.hot = HotBlocks(ids.to(partition.device), torch.stack(rows).to(there))
+        state.hot = HotBlocks(ids.to(partition.device), torch.stack(rows).to(partition.device))
 
     def _make_cold(self, partition: Partition, state: SelectionState) -> None:
         """Let what the arena holds of the hot blocks be that of cold ones; see Note: [two

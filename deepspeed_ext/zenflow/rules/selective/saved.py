@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["SelectivePartitionValues", "recorrect", "rows_of"]
@@ -47,7 +47,9 @@ class SelectivePartitionValues(PartitionValues):
     def is_behind(self) -> bool:
         return self.last is not None
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int, dtype: str) -> None:
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int, layout: StateLayout
+    ) -> None:
         """Step the cold blocks with the mean of the collected gradients, and let all blocks have
         the hot ones' count."""
         assert self.last is not None, "it is behind"
@@ -64,7 +66,7 @@ class SelectivePartitionValues(PartitionValues):
         if self.mean is not None:
             cold = replace(cold, step=self.cold_updates + 1)
             mean = self.mean[begin : begin + p.numel()]
-            AdamPasses.take_host_step(state, mean, cold, block_size, begin, dtype)
+            step_in_fp32(layout, state, mean, cold, block_size, begin)
         recorrect(m, v, cold, self.last)
         for array, rows in zip(state, kept, strict=True):
             rows_of(array, block_size)[ids] = rows

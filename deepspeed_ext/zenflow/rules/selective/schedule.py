@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.places import Source, Wait
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 
 __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]

@@ -12,7 +12,7 @@ INLINE float step_and_extrapolate(const AdamPass &a, const AdamStep &s, float gr
                                   MomentOf<M> *__restrict m, MomentOf<M> *__restrict v) {
     float pi = p[i], mi = Moment<M>::load(m[i]), vi = Moment<M>::load(v[i]);
     advance_moments(s, gradient, pi, mi, vi);
-    Moment<M>::round(s, a.first + static_cast<uint32_t>(i), mi, vi);
+    Moment<M>::round(a.first + static_cast<uint32_t>(i), mi, vi);
     const float inverse = update(s, pi, mi, vi);
     p[i] = pi;
     m[i] = Moment<M>::store(mi);
@@ -98,7 +98,7 @@ void by_definition(const AdamPass &a, int64_t first, int64_t last) {
     for (; first < last; first += part) peek(a, first, first + part < last ? first + part : last, definition);
 }
 
-extern "C" int32_t dsext_version() { return 18; }
+extern "C" int32_t dsext_version() { return 19; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
@@ -120,21 +120,17 @@ extern "C" void dsext_adam_pass(const AdamPass *pass) {
 // for each page.
 extern "C" void dsext_first_touch(char *address, int64_t bytes, int64_t block_bytes, int64_t block_size,
                                   int64_t blocks_per_chunk, int32_t threads, int32_t *touchers) {
-    const int64_t page = 4096;
-    const int64_t into_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % page);
-    const int64_t tile_bytes = (kTileNumel + block_size - 1) / block_size * block_bytes;
-    const int64_t chunk_bytes = blocks_per_chunk * block_bytes;
-    for (int64_t chunk = 0; chunk < bytes; chunk += chunk_bytes) {
-        const int64_t end_of_chunk = chunk + chunk_bytes < bytes ? chunk + chunk_bytes : bytes;
-        const int64_t tiles = (end_of_chunk - chunk + tile_bytes - 1) / tile_bytes;
-        dsext::for_each_part(tiles, threads, [&](int64_t first, int64_t last) {
-            const int64_t begin = chunk + first * tile_bytes, wanted = chunk + last * tile_bytes;
-            const int64_t end = wanted < end_of_chunk ? wanted : end_of_chunk;
-            if (begin >= end) return;
-            for (int64_t i = begin == 0 ? 0 : (begin + into_page + page - 1) / page; i * page - into_page < end; ++i) {
-                volatile char *target = address + (i * page > into_page ? i * page - into_page : 0);
+    const auto page_of = [](const char *at) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at) / 4096); };
+    const int64_t first_page = page_of(address), blocks = (bytes + block_bytes - 1) / block_bytes;
+    for (int64_t chunk = 0; chunk < blocks; chunk += blocks_per_chunk) {
+        const int64_t count = chunk + blocks_per_chunk < blocks ? blocks_per_chunk : blocks - chunk;
+        for_each_tile(count * block_size, block_size, threads, [&](int64_t first, int64_t last) {
+            const int64_t begin = (chunk + first / block_size) * block_bytes, wanted = (chunk + last / block_size) * block_bytes;
+            const int64_t end = wanted < bytes ? wanted : bytes;
+            for (int64_t page = page_of(address + begin + (begin == 0 ? 0 : 4095)); page * 4096 < reinterpret_cast<intptr_t>(address + end); ++page) {
+                volatile char *target = page == first_page ? address : reinterpret_cast<char *>(page * 4096);
                 *target = *target;
-                if (touchers != nullptr) touchers[i] = dsext::thread_id();
+                if (touchers != nullptr) touchers[page - first_page] = dsext::thread_id();
             }
         });
     }

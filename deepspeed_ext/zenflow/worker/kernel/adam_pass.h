@@ -8,14 +8,9 @@ extern "C" {
 
 struct AdamStep {
     float beta1_complement, beta2, beta2_complement, eps, decay, l2, step_size, bias2_inverse, grad_scale;
-    uint32_t rounding_key;
 };
 
 struct AdamPass : Pass {
-    void *m, *v;
-    uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
-    int32_t moment_dtype;
-    uint32_t first;  // number of the first element in its partition
     AdamStep step;
     float p_factor, m_factor, l2_factor, l2_bound, publish_bias2_inverse, publish_eps;
 };
@@ -29,22 +24,20 @@ void by_definition(const AdamPass &a, int64_t first, int64_t last);
 
 namespace {
 
-// The random bits of element i of a partition (rounding.py): the lower 16 for m, the upper 16 for v.
-INLINE uint32_t random_bits(const AdamStep &s, uint32_t i) { return hash(i + s.rounding_key); }
-
-// The moments of one element in memory: how they are rounded (rounding.py), loaded and stored.
+// The moments of one element in memory: how they are rounded (rounding.py), loaded and stored. `keyed` is its number plus
+// the hash of the step's; of the hash of both the lower 16 bits are for m, the upper 16 for v.
 template <Dtype D>
 struct Moment;
 
 template <>
 struct Moment<kFloat32> : Element<kFloat32> {
-    INLINE void round(const AdamStep &, uint32_t, float &, float &) {}
+    INLINE void round(uint32_t, float &, float &) {}
 };
 
 template <>
 struct Moment<kBFloat16> : Element<kBFloat16> {
-    INLINE void round(const AdamStep &s, uint32_t i, float &m, float &v) {
-        const uint32_t random = random_bits(s, i);
+    INLINE void round(uint32_t keyed, float &m, float &v) {
+        const uint32_t random = hash(keyed);
         m = up_by(m, random & 0xffffu);
         v = up_by(v, random >> 16);
     }

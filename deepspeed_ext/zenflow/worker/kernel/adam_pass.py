@@ -23,19 +23,15 @@ After it, with that step's d and the values of `Publish`::
 import ctypes
 import math
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.zenflow.worker.kernel.passes import (
-    DTYPE_CODES,
     ROUNDED_CHUNK_NUMEL,
-    Arguments,
-    Pass,
     Passes,
     StateLayout,
     chunk_of,
     dtype_name,
 )
-from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,26 +148,6 @@ class Publish:
         return cls(1.0, 0.0, 0.0, 0.0, bias_correction2_sqrt, eps)
 
 
-_STEP = (
-    *("beta1_complement", "beta2", "beta2_complement", "eps", "decay", "l2", "step_size"),
-    *("bias2_inverse", "grad_scale"),
-)
-_PUBLISH = ("p_factor", "m_factor", "l2_factor", "l2_bound", "publish_bias2_inverse", "publish_eps")
-
-
-class _Arguments(Arguments):
-    """``AdamPass`` of adam_pass.h."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("m", "v", "m_scales", "v_scales")),
-        ("moment_dtype", ctypes.c_int32),
-        ("first", ctypes.c_uint32),
-        *((name, ctypes.c_float) for name in _STEP),
-        ("rounding_key", ctypes.c_uint32),
-        *((name, ctypes.c_float) for name in _PUBLISH),
-    ]
-
-
 class AdamPasses(Passes):
     """The arithmetic of the module docstring."""
 
@@ -179,30 +155,17 @@ class AdamPasses(Passes):
     function = "dsext_adam_pass"
 
     @staticmethod
-    def arguments(work: Pass) -> Arguments:
-        publish: Publish = work.publish
-        assert work.step is None or (publish.bias_correction2_sqrt, publish.eps) == (
-            work.step.bias_correction2_sqrt,
-            work.step.eps,
-        )
-        assert not work.peeks or publish.l2_factor == 0.0
-        found = _Arguments(
-            moment_dtype=DTYPE_CODES[work.state[1].dtype],
-            first=work.first & WORD,
-            **dict(zip(_PUBLISH[:4], astuple(publish)[:4], strict=True)),
-            publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
-            publish_eps=publish.eps,
-        )
-        for name, array in zip(work.layout.kept[1:], work.state[1:], strict=True):
-            setattr(found, name, array.address)
-        if (step := work.step) is not None:
-            found.beta1_complement, found.beta2 = 1.0 - step.beta1, step.beta2
-            found.beta2_complement, found.eps = 1.0 - step.beta2, step.eps
-            found.decay, found.l2 = step.decay, step.l2
-            found.step_size = step.lr / step.bias_correction1
-            found.bias2_inverse = 1.0 / step.bias_correction2_sqrt
-            found.grad_scale, found.rounding_key = step.grad_scale, rounding_key(step.step)
-        return found
+    def numbers(publish: Publish, step: AdamStep | None) -> tuple[float, ...]:
+        of_step = (0.0,) * 9
+        if step is not None:
+            own = publish.bias_correction2_sqrt, publish.eps
+            assert own == (step.bias_correction2_sqrt, step.eps)
+            of_step = (
+                *(1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, step.decay, step.l2),
+                *(step.lr / step.bias_correction1, 1.0 / step.bias_correction2_sqrt),
+                step.grad_scale,
+            )
+        return *of_step, *astuple(publish)[:4], 1.0 / publish.bias_correction2_sqrt, publish.eps
 
     @staticmethod
     def take_step(
@@ -211,23 +174,18 @@ class AdamPasses(Passes):
         step: AdamStep,
         block_size: int,
         first: int = 0,
-        moment_dtype: str | None = None,
     ) -> None:
         """As in the base class, a chunk at a time, on any device; each operation rounds once
         (`definition`). Moments of 16 or 8 bits are rounded before the update, with the random
-        number of each element's place in its partition.
-
-        Args:
-            moment_dtype: what the moments are rounded to; None: their own dtype.
-        """
+        number of each element's place in its partition."""
         import torch
 
-        from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
         from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel
+        from deepspeed_ext.zenflow.worker.kernel.moments import loaded, round_moments, store
         from deepspeed_ext.zenflow.worker.kernel.roots import root
 
         c, device = AdamConstants.of(step), grad.device
-        dtype = moment_dtype or dtype_name(state[1].dtype)
+        dtype = dtype_name(state[1].dtype)
         most = chunk_numel(device, block_size)
         if dtype != "float32":
             most = min(most, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
@@ -266,11 +224,9 @@ class AdamPasses(Passes):
         step: AdamStep,
         block_size: int,
         first: int = 0,
-        moment_dtype: str | None = None,
     ) -> None:
-        """As in the base class, by the operations of ``torch.optim.AdamW``, so to its bits;
-        `moment_dtype` as for `take_step`."""
-        from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
+        """As in the base class, by the operations of ``torch.optim.AdamW``, so to its bits."""
+        from deepspeed_ext.zenflow.worker.kernel.moments import loaded, round_moments, store
 
         p, *stored = state[:3]
         moments = m, v = loaded(stored, state[3:], block_size)
@@ -281,8 +237,7 @@ class AdamPasses(Passes):
             g.add_(p, alpha=step.weight_decay)
         m.lerp_(g, 1.0 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
-        dtype = moment_dtype or dtype_name(stored[0].dtype)
-        round_moments(m, v, dtype, block_size, step.step, first)
+        round_moments(m, v, dtype_name(stored[0].dtype), block_size, step.step, first)
         denominator = v.sqrt().div_(step.bias_correction2_sqrt).add_(step.eps)
         p.addcdiv_(m, denominator, value=-step.lr / step.bias_correction1)
         store(moments, stored, state[3:], block_size)
@@ -295,8 +250,8 @@ class AdamPasses(Passes):
         published: "torch.Tensor",
         per_block: "torch.Tensor | None",
     ) -> None:
-        from deepspeed_ext.zenflow.worker.kernel.codes import loaded
         from deepspeed_ext.zenflow.worker.kernel.definition import block_means
+        from deepspeed_ext.zenflow.worker.kernel.moments import loaded
 
         def denominator(of: "torch.Tensor") -> "torch.Tensor":
             return of.sqrt().div_(publish.bias_correction2_sqrt).add_(publish.eps)

@@ -60,12 +60,12 @@ INLINE_VECTORS Run extrapolated(const Extrapolation &e, const Run &p, const Run 
 }
 
 // The random numbers below 2^16 of 16 elements (rounding.py), from `keyed`: their numbers in the
-// partition plus the key of the step.
+// partition plus the hash of the step's.
 struct Random {
     Words of_m, of_v;
 
     INLINE_VECTORS Words keyed(const AdamPass &a, int64_t first) {
-        return plus(lane_numbers(), all(a.first + static_cast<uint32_t>(first) + a.step.rounding_key));
+        return plus(lane_numbers(), all(a.first + static_cast<uint32_t>(first)));
     }
     INLINE_VECTORS Words next(Words keyed) {
         return plus(keyed, all(static_cast<uint32_t>(kWidth)));

@@ -93,7 +93,7 @@ INLINE void end_run(const AdamPass &a, int64_t first, int64_t numel, uint8_t m_s
     auto *__restrict published = static_cast<typename Element<Y>::type *>(a.published) + first;
     int32_t m_codes[kMostBlock], v_codes[kMostBlock];
     for (int64_t i = 0; i < (N ? N : numel); ++i) {
-        const uint32_t random = random_bits(s, number + static_cast<uint32_t>(i));
+        const uint32_t random = hash(number + static_cast<uint32_t>(i));
         m[i] = round<CodesOfM>(m[i], m_scale, random & 0xffffu, m_codes[i]);
         v[i] = round<CodesOfV>(v[i], v_scale, random >> 16, v_codes[i]);
         float pi = p[i];

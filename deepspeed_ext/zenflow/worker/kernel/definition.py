@@ -43,7 +43,6 @@ __all__ = [
     "block_means",
     "chunk_numel",
     "predict",
-    "predict_signs",
 ]
 
 CLAMP = 4.5
@@ -56,7 +55,6 @@ make_first_calls()
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As int32, whose products wrap to 32 bits."""
-_WORD_BITS = 32
 _CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of an fp32 number that the dtype drops."""
 
@@ -154,47 +152,6 @@ def predict(
         moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
         arrived = part.of(published).to(grad.device, non_blocking=True)
         part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
-
-
-def predict_signs(
-    weights: torch.Tensor,
-    published: torch.Tensor,
-    grad: torch.Tensor,
-    known: torch.Tensor,
-    grad_weight: float,
-    beta1: float,
-    lr: float,
-    block_size: int,
-) -> None:
-    """Compute ``weights = published - lr sign(beta1 k + grad_weight grad)``, in place. k is a
-    block's number with the sign of the element; sign(x) is -1 if x < 0, otherwise 1, also for a
-    NaN.
-
-    Args:
-        weights, published: 1-D [n], any float dtype, any device.
-        grad: 1-D [n], any float dtype.
-        known: for each block the bits of its number, then a sign bit for each element; 1-D int32,
-            on grad's device.
-        grad_weight: (1 - beta1) c.
-        beta1: weight of k.
-        lr: the learning rate.
-        block_size: elements per block.
-    """
-    rows = known.view(-1, 1 + -(-block_size // _WORD_BITS))
-    for part in Chunks(grad.numel(), block_size, grad.device, 1):
-        of_part = rows[part.begin // block_size : -(-part.end // block_size)]
-        lean = of_part[:, :1].view(torch.float32) * beta1
-        x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
-        x.add_(torch.where(_signs(of_part[:, 1:], part.row), -lean, lean))
-        update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
-        arrived = part.of(published).to(grad.device, non_blocking=True)
-        part.of(weights).copy_(x.copy_(arrived).add_(update))
-
-
-def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
-    """The first `numel` sign bits of each row of `words`, bool."""
-    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
 
 
 def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:

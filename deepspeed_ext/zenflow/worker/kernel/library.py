@@ -4,8 +4,6 @@ wheel contains.
 ``DSEXT_NATIVE_KERNEL=0`` disables it.
 """
 
-import os
-import struct
 from pathlib import Path
 
 from deepspeed_ext.runtime.log import is_off, warn_once
@@ -15,9 +13,6 @@ __all__ = ["BUILT", "library_path"]
 
 BUILT = Path(__file__).parent / "_adam_pass.so"
 """The library. Its name has no Python version, because it does not use Python."""
-
-_ELF64_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
 
 
 def library_path() -> str | None:
@@ -38,28 +33,11 @@ def library_path() -> str | None:
 
 
 def _why_unusable(library: Path) -> str:
-    """Why the library cannot be used; empty if it can. Loading a truncated library would kill the
-    process."""
-    try:
-        if not _is_whole(library):
-            return f"{library} is truncated"
-        NativeKernel(str(library), threads=1)
-    except FileNotFoundError:
+    """Why the library cannot be used; empty if it can."""
+    if not library.exists():
         return f"{library} does not exist: deepspeed_ext was installed without a C++ compiler"
+    try:
+        NativeKernel(str(library), threads=1)
     except (OSError, AttributeError) as error:
         return f"{library} does not load ({error})"
     return ""
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether the file extends to the end of its section headers, which come last in a library."""
-    with library.open("rb") as file:
-        header = file.read(_ELF64_HEADER.size)
-        size = os.fstat(file.fileno()).st_size
-    if not header.startswith(_ELF64_LITTLE_ENDIAN):
-        return True  # another format: let the loader decide
-    if len(header) < _ELF64_HEADER.size:
-        return False
-    fields = _ELF64_HEADER.unpack(header)
-    sections_offset, section_bytes, sections = fields[6], fields[11], fields[12]
-    return bool(sections_offset + section_bytes * sections <= size)

@@ -9,7 +9,6 @@ struct LionStep {
 };
 
 struct LionPass : Pass {
-    float *m;
     LionStep step;
     float p_factor;
     uint32_t zero;  // see `rounded`
@@ -52,7 +51,7 @@ INLINE void know(const float *m, int64_t numel, int64_t words, uint32_t *known) 
 template <Dtype G, Dtype Y, bool kPeeks>
 INLINE void step(const LionPass &a, int64_t first, int64_t last) {
     float *__restrict p = a.p;
-    float *__restrict m = a.m;
+    float *__restrict m = static_cast<float *>(a.m);
     const uint32_t zero = a.zero;
     const LionStep s = a.step;
     const auto *__restrict gradient = static_cast<const typename Element<G>::type *>(a.grad);
@@ -80,7 +79,7 @@ INLINE void tile(const LionPass &a, int64_t first, int64_t last) {
     auto *known = static_cast<uint32_t *>(a.per_block);
     for (int64_t begin = first; known != nullptr && begin < last; begin += a.block_size) {
         const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin;
-        know(a.m + begin, numel, words, known + begin / a.block_size * (1 + words));
+        know(static_cast<const float *>(a.m) + begin, numel, words, known + begin / a.block_size * (1 + words));
     }
 }
 

@@ -24,9 +24,9 @@ are zero.
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from deepspeed_ext.zenflow.worker.kernel.passes import Arguments, Pass, Passes, StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import Passes, StateLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,19 +76,6 @@ class LionPublish:
     p_factor: float
 
 
-_STEP = ("beta1", "beta1_complement", "beta2", "beta2_complement", "decay", "lr", "grad_scale")
-
-
-class _Arguments(Arguments):
-    """``LionPass`` of lion_pass.cpp."""
-
-    _fields_: ClassVar = [
-        ("m", ctypes.c_void_p),
-        *((name, ctypes.c_float) for name in (*_STEP, "p_factor")),
-        ("zero", ctypes.c_uint32),
-    ]
-
-
 class LionPasses(Passes):
     """The arithmetic of the module docstring."""
 
@@ -96,13 +83,15 @@ class LionPasses(Passes):
     function = "dsext_lion_pass"
 
     @staticmethod
-    def arguments(work: Pass) -> Arguments:
-        found = _Arguments(m=work.state[1].address, p_factor=work.publish.p_factor)
-        if (step := work.step) is not None:
-            found.beta1, found.beta2, found.lr = step.beta1, step.beta2, step.lr
-            found.beta1_complement, found.beta2_complement = step.complements
-            found.decay, found.grad_scale = step.decay, step.grad_scale
-        return found
+    def numbers(publish: LionPublish, step: LionStep | None) -> tuple[float, ...]:
+        of_step = (0.0,) * 7
+        if step is not None:
+            beta1_complement, beta2_complement = step.complements
+            of_step = (
+                *(step.beta1, beta1_complement, step.beta2, beta2_complement),
+                *(step.decay, step.lr, step.grad_scale),
+            )
+        return *of_step, publish.p_factor, 0.0
 
     @staticmethod
     def take_step(
@@ -154,5 +143,5 @@ LION_STATE = StateLayout(
     per_block=("known", "int32"),
     passes=LionPasses,
     with_signs=True,
-    counts_updates=False,
+    steps_on_accelerator=False,
 )

@@ -4,13 +4,14 @@ small."""
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from deepspeed_ext.zenflow.worker.kernel.passes import Array, Pass
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES, Array, Pass
+from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
-__all__ = ["NativeKernel", "open_library"]
+__all__ = ["NativeKernel"]
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 
 def open_library(path: str) -> ctypes.CDLL:
@@ -43,6 +44,37 @@ def open_library(path: str) -> ctypes.CDLL:
     return library
 
 
+class _Arguments(ctypes.Structure):
+    """``Pass`` of passes.h, and after it the optimizer's numbers."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("p", "grad", "published", "per_block")),
+        *((name, ctypes.c_void_p * 2) for name in ("moments", "scales")),
+        *((name, ctypes.c_int64) for name in ("numel", "block_size")),
+        *((name, ctypes.c_int32) for name in ("grad_dtype", "published_dtype", "moment_dtype")),
+        *((name, ctypes.c_int32) for name in ("steps", "peeks", "threads", "vectors")),
+        ("first", ctypes.c_uint32),
+        ("numbers", ctypes.c_float * 16),
+    ]
+
+    @classmethod
+    def of(cls, work: Pass, threads: int, vectors: bool) -> "_Arguments":
+        """The arguments of a pass."""
+        grad, kinds = work.grad or work.published, len(work.layout.kinds)
+        addresses = tuple(array.address for array in work.state)
+        key = 0 if work.step is None else rounding_key(work.step.step)
+        return cls(
+            *(addresses[0], grad.address, work.published.address),
+            None if work.per_block is None else work.per_block.address,
+            *(addresses[1:kinds], addresses[kinds:]),
+            *(work.numel, work.block_size),
+            *(DTYPE_CODES[each.dtype] for each in (grad, work.published, work.state[1])),
+            *(work.step is not None, work.peeks, threads, vectors),
+            (work.first + key) & WORD,
+            work.layout.passes.numbers(work.publish, work.step),
+        )
+
+
 class NativeKernel:
     """Runs passes with the shared library at ``library``, on ``threads`` threads: the caller's, and
     others that the library starts at the first pass and keeps.
@@ -67,10 +99,8 @@ class NativeKernel:
 
     def run(self, work: Pass) -> None:
         """See `Kernel.run`. The call releases the interpreter lock."""
-        passes = work.layout.passes
-        arguments = passes.arguments(work)
-        arguments.fill(work, self._threads, self._vectors)
-        getattr(self._library, passes.function)(ctypes.byref(arguments))
+        arguments = _Arguments.of(work, self._threads, self._vectors)
+        getattr(self._library, work.layout.passes.function)(ctypes.byref(arguments))
 
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
         """See `Kernel.decode`. On the calling thread alone, without the interpreter lock."""

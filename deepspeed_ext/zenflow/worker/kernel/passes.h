@@ -23,15 +23,19 @@
 
 extern "C" {
 
-// The arguments that all passes have. A pass without a step only publishes; one that peeks writes only y, which is new p.
+// The arguments that all passes have; an optimizer's numbers follow. A pass without a step only publishes; one that peeks
+// writes only y, which is new p.
 struct Pass {
     float *p;
     const void *grad;
     void *published;
     void *per_block;  // what the estimate is made from; null: nobody reads it
+    void *m, *v;
+    uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
     int64_t numel, block_size;
-    int32_t grad_dtype, published_dtype, steps, peeks, threads;
+    int32_t grad_dtype, published_dtype, moment_dtype, steps, peeks, threads;
     int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
+    uint32_t first;   // number of the first element in its partition, plus the hash of the step's (rounding.py)
 };
 }
 

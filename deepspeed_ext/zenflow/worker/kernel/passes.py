@@ -5,12 +5,11 @@ An optimizer's own part is a `Passes`: its constants, what it publishes and its 
 (`adam_pass`, `lion_pass`). `native` and `reference` run the passes of any.
 """
 
-import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_CODED_BLOCK
+from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +22,7 @@ __all__ = [
     "DTYPE_CODES",
     "HOST_CHUNK_NUMEL",
     "ROUNDED_CHUNK_NUMEL",
-    "Arguments",
+    "SHOWN_NUMEL",
     "Array",
     "Pass",
     "Passes",
@@ -42,7 +41,12 @@ ROUNDED_CHUNK_NUMEL = 1 << 22
 """Elements whose moments are rounded at once on an accelerator: a random number takes 8 bytes."""
 HOST_CHUNK_NUMEL = 1 << 16
 """The same on the host."""
+SHOWN_NUMEL = 1 << 18
+"""Elements of a moment that are encoded or decoded at once, before rounding to whole blocks."""
 _WORD_BITS = 32
+_ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
+"""Temporaries per element while torch operations round its moments at random, by their dtype: three
+numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
 
 
 def chunk_of(chunk_numel: int, block_size: int) -> int:
@@ -95,8 +99,9 @@ class Passes(ABC):
 
     @staticmethod
     @abstractmethod
-    def arguments(work: "Pass") -> "Arguments":
-        """The arguments of the native function, without those that all passes have."""
+    def numbers(publish: Any, step: Any) -> tuple[float, ...]:
+        """The numbers that follow ``Pass`` in the arguments of the native function; without a step
+        zeros in place of its constants."""
 
     @staticmethod
     @abstractmethod
@@ -154,7 +159,7 @@ class StateLayout:
         passes: its arithmetic.
         with_signs: whether that array holds, after one number, a sign bit for each element of the
             block.
-        counts_updates: whether a step depends on the number of updates.
+        steps_on_accelerator: whether whole blocks may step there (`OptimizerKind.step_rows`).
         moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each
             block (`rounding`).
     """
@@ -164,7 +169,7 @@ class StateLayout:
     per_block: tuple[str, str]
     passes: type[Passes]
     with_signs: bool = False
-    counts_updates: bool = True
+    steps_on_accelerator: bool = True
     moment_dtype: str = "float32"
 
     @property
@@ -182,6 +187,20 @@ class StateLayout:
     def is_coded(self) -> bool:
         """Whether the moments are codes."""
         return self.moment_dtype == CODE_DTYPES[0]
+
+    @property
+    def rounding(self) -> str:
+        """What the moments are rounded to, in words; empty: they are exact."""
+        return "" if self.moment_dtype == "float32" else f"moments in {self.moment_dtype}"
+
+    def step_bytes(self, numel: int, block_size: int) -> int:
+        """Bytes of temporaries while torch operations step `numel` elements: two fp32 arrays of one
+        chunk, three numbers per block and, if moments are rounded, both in fp32 and what that
+        takes."""
+        most = ACCELERATOR_CHUNK_NUMEL if not self.rounding else ROUNDED_CHUNK_NUMEL
+        chunk = min(numel, chunk_of(most, block_size))
+        per_element = 8 + (8 + _ROUNDING_BYTES[self.moment_dtype] if self.rounding else 0)
+        return per_element * chunk + 12 * (chunk // block_size)
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -255,7 +274,7 @@ class Pass:
             *("uint8" for _ in layout.scales),
         ], "the state's dtypes"
         assert all(scales.numel == blocks for scales in kept)
-        assert not kept or self.block_size <= LARGEST_CODED_BLOCK
+        assert not kept or self.block_size <= LARGEST_BLOCK
         if self.per_block is not None:
             entries = blocks * layout.per_block_width(self.block_size)
             assert (self.per_block.dtype, self.per_block.numel) == (layout.per_block[1], entries)
@@ -264,26 +283,3 @@ class Pass:
     def numel(self) -> int:
         """n."""
         return self.state[0].numel
-
-
-class Arguments(ctypes.Structure):
-    """``Pass`` of passes.h: what the native functions of all passes take. A subclass adds an
-    optimizer's own."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("p", "grad", "published", "per_block")),
-        *((name, ctypes.c_int64) for name in ("numel", "block_size")),
-        *((name, ctypes.c_int32) for name in ("grad_dtype", "published_dtype", "steps", "peeks")),
-        *((name, ctypes.c_int32) for name in ("threads", "vectors")),
-    ]
-
-    def fill(self, work: Pass, threads: int, vectors: bool) -> None:
-        """Set them."""
-        grad = work.grad or work.published
-        self.p, self.grad, self.published = work.state[0].address, grad.address, work.published[0]
-        self.per_block = None if work.per_block is None else work.per_block.address
-        self.numel, self.block_size = work.numel, work.block_size
-        self.grad_dtype = DTYPE_CODES[grad.dtype]
-        self.published_dtype = DTYPE_CODES[work.published.dtype]
-        self.steps, self.peeks = work.step is not None, work.peeks
-        self.threads, self.vectors = threads, vectors

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from deepspeed_ext.runtime.process import make_first_calls
-from deepspeed_ext.zenflow.worker.kernel.codes import decode
+from deepspeed_ext.zenflow.worker.kernel.moments import decode
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, Array, Pass
 
 __all__ = ["ReferenceKernel"]

@@ -46,7 +46,7 @@ __all__ = [
     "CODE_DTYPES",
     "HASH_FACTORS",
     "HASH_SHIFTS",
-    "LARGEST_CODED_BLOCK",
+    "LARGEST_BLOCK",
     "MOST_SCALE",
     "NEAREST",
     "NOT_FINITE",
@@ -60,7 +60,7 @@ HASH_SHIFTS = (16, 15, 16)
 
 CODE_DTYPES = ("int8", "uint8")
 """Dtypes of the codes of m and of v."""
-LARGEST_CODED_BLOCK = 256
+LARGEST_BLOCK = 256
 """Elements of the largest block with one scale; in a larger one, most values would be small beside
 the largest."""
 MOST_SCALE = 238

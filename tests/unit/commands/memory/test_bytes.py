@@ -14,8 +14,7 @@ from deepspeed_ext.adapter.buffers import Buffer
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Model, Setup
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.held import Held
-from deepspeed_ext.zenflow.plan.phases import Memory, Phase
+from deepspeed_ext.zenflow.plan.held import Held, Memory, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from tests.support.memory_plans import DTYPES, PARAMS, planned, setups
 

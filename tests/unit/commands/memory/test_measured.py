@@ -13,9 +13,9 @@ from deepspeed_ext.checkpoint import skeleton
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.step import state_store
+from deepspeed_ext.zenflow.worker import moments
 from tests.support.memory_runs import (
     LARGEST,
     LAYERS,
@@ -158,7 +158,7 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
     with (
         patch.object(staging, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
         patch.object(skeleton, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
-        patch.object(state_store, "CODED_CHUNK_NUMEL", SMALL_CHUNK // 16),
+        patch.object(moments, "SHOWN_NUMEL", SMALL_CHUNK // 16),
     ):
         return measure(config)
 
@@ -218,13 +218,27 @@ def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(
             assert rank.host[phase.value] <= most * PARAMS / 2 + NOTHING
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_share(
-    offload: bool,
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"), [("float32", 14.125), ("bfloat16", 10.125), ("int8", 8.1875)]
+)
+def test_the_peek_holds_the_state_one_gradient_and_four_chunks_of_weights(
+    dtype: str, nbytes: float
 ) -> None:
-    config = memory_config(
-        2, "selective, interval 2, offload" if offload else "selective, interval 2"
-    )
+    """In the arena, per parameter, by its touched pages: p, m and v, 2 bytes of gradient, and 4 of
+    64 chunks of weights, 0.125. Of these, gradients and weights on their way are page-locked."""
+    section = {"update_rule": "exact", "state_dtype": dtype, "gradients_on_host": True}
+    config = memory_config(2, "predictive", zenflow=section)
+    plan = planned(config, 1)
+    parts = plan.parts[Place.HOST, Phase.BETWEEN]
+    (rank,) = run_ranks(1, measure_state, config, device="sim")
+    assert rank.arena == sum(part.nbytes for part in parts if part.memory.is_in_arena)
+    assert rank.arena == pytest.approx(nbytes * PARAMS, rel=TOLERANCE)
+    locked = sum(part.nbytes for part in parts if part.memory.is_page_locked)
+    assert locked == pytest.approx(2.125 * PARAMS, rel=TOLERANCE)
+
+
+def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_share() -> None:
+    config = memory_config(2, "selective, interval 2")
     plan = planned(config, 2)
     between = [
         *plan.parts[Place.ACCELERATOR, Phase.BETWEEN],

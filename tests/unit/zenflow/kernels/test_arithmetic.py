@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.kernels import host
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses
+from deepspeed_ext.zenflow.optimizers.interface import Estimate
+from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.definition import predict_signs
+from deepspeed_ext.zenflow.worker.kernel.definition import predict
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
@@ -100,30 +101,34 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
     blocks = -(-NUMEL // BLOCK)
     weights, published = (torch.rand(NUMEL).to(weights_dtype) for _ in range(2))
     grad, means = torch.randn(NUMEL), torch.rand(blocks)
-    estimator = Estimator.after(step, means, BLOCK)
+    inverse, numbers = inverses(step, means), (0.5, effect_of(step, step.step))
+    lion: Any = LionKind.__new__(LionKind)
     rows, p, m, v = torch.rand(4, blocks * BLOCK).unbind()
     known = torch.randint(-9, 9, (2 * blocks,), dtype=torch.int32)
     of_16 = [p, m.bfloat16(), v.bfloat16()]
     of_8 = [p, m.to(torch.int8), v.to(torch.uint8), *torch.ones(2, blocks, dtype=torch.uint8)]
     return {
-        "estimator": lambda: Estimator.after(step, means, BLOCK),
-        "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
+        "inverses": lambda: inverses(step, means),
+        "predict": lambda: predict(weights, published, grad, inverse, *numbers, BLOCK),
         "step": lambda: AdamPasses.take_step([p, m, v], rows, step, BLOCK),
         "step, 16 bits": lambda: AdamPasses.take_step(of_16, rows, step, BLOCK),
         "step, 8 bits": lambda: AdamPasses.take_step(of_8, rows, step, BLOCK),
-        "predict by signs": lambda: predict_signs(
-            weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK
+        "predict by signs": lambda: lion.predict(
+            Estimate(known, BLOCK, 2),
+            weights,
+            published,
+            grad,
+            LionStep(1e-3, 0.9, 0.99, 0, 1, 0.5),
         ),
     }
 
 
 def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
     found = []
-    with patch.object(host, "serves", lambda *_: False):
-        for name, call in parts(step, weights_dtype).items():
-            with Arithmetic() as arithmetic:
-                call()
-            found += [f"{name}: {operation}" for operation in arithmetic.found]
+    for name, call in parts(step, weights_dtype).items():
+        with Arithmetic() as arithmetic:
+            call()
+        found += [f"{name}: {operation}" for operation in arithmetic.found]
     return found
 
 

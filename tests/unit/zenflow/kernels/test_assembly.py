@@ -8,7 +8,6 @@ from tests.support.device_kernels import ELEMENT_BYTES, TARGETS, Variant, compil
 
 ARRAYS = {
     "predict": ("weights", "published", "grad"),
-    "predict_signs": ("weights", "published", "grad"),
     "adam_step": ("grad", "weights"),
     "sums_of_squares": ("like",),
     "norms": (),
@@ -16,7 +15,7 @@ ARRAYS = {
 
 BY_DEFAULT = {
     *itertools.product(("predict", "adam_step"), ("sm_80", "sm_120", "gfx942")),
-    *itertools.product(("predict_signs", "sums_of_squares", "norms"), ("sm_90",)),
+    *itertools.product(("sums_of_squares", "norms"), ("sm_90",)),
 }
 
 
@@ -88,7 +87,7 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 def test_no_dtypes_and_blocks_spill(
     target: str, block: int, aligned: bool, array: str, dtype: str
 ) -> None:
-    for kernel in ("predict", "predict_signs", "adam_step"):
+    for kernel in ("predict", "adam_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)
             assert (made.spilled, made.fused) == (0, [])

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.plan.rule import head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, adam_pass
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.codes import loaded
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.moments import loaded, step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import HOST_CHUNK_NUMEL
 from tests.support.meter import LiveBytes
 from tests.support.same import assert_same
@@ -50,7 +49,8 @@ def here_and_there(
     weights = torch.empty(ROWS, BLOCK, dtype=torch.bfloat16)
     for step, grad in zip(steps, grads, strict=True):
         launch.adam_step(state, grad.view(ROWS, BLOCK), weights, step)
-        AdamPasses.take_step([p, m, v], grad, step, BLOCK, 0, dtype)
+        layout = replace(ADAM_STATE, moment_dtype=dtype)
+        step_in_fp32(layout, [p, m, v], grad, step, BLOCK, 0)
     assert torch.equal(weights.nan_to_num(), state[0].bfloat16().nan_to_num())
     here = loaded([each.view(-1) for each in state[1:3]], state[3:], BLOCK)
     return [state[0].view(-1), *here], [p, m, v]
@@ -84,7 +84,7 @@ def test_torch_operations_take_the_memory_that_the_plan_says(dtype: str) -> None
     rows = HOST_CHUNK_NUMEL // BLOCK
     state, grad = state_of(dtype, rows), torch.ones(rows, BLOCK)
     weights = torch.empty(rows, BLOCK)
-    planned = head_step_bytes(rows * BLOCK, BLOCK, replace(ADAM_STATE, moment_dtype=dtype))
+    planned = replace(ADAM_STATE, moment_dtype=dtype).step_bytes(rows * BLOCK, BLOCK)
     meter = LiveBytes()
     meter.watch(*state, grad, weights)
     held = sum(meter.live.values())

@@ -4,7 +4,6 @@ up: what would be compiled and launched is only counted."""
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from deepspeed_ext.zenflow.kernels import device, launch, prepare
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.built_parts import prepare_kernels
+from deepspeed_ext.zenflow.kernels import device, launch
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
+from deepspeed_ext.zenflow.plan.arrays import Dtypes
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 
 BACKENDS = {
     "sm_90": make_backend(GPUTarget("cuda", 90, 32)),
@@ -80,16 +82,16 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
 ) -> None:
     """Lengths, offsets and numbers are all different, 1 and multiples of 16 among them: one variant
     for each kernel's dtypes and alignment, and the engine's start has made them all."""
-    cpu, bf16, both = torch.device("cpu"), torch.bfloat16, [True, False]
-    inverse = torch.ones(prepare.PREPARED_NUMEL // 32)
-    of_codes = replace(ADAM_STATE, moment_dtype="int8")
-    prepared = [
-        *prepare.norms(cpu, [bf16]),
-        *prepare.estimates(launch.predict, (1.0, 0.0), inverse, 32, [bf16] * 3, both),
-        *prepare.adam_steps(cpu, 32, ADAM_STATE, [bf16] * 2, both),
-        *prepare.adam_steps(cpu, 32, of_codes, [bf16] * 2, both),
-    ]
-    prepare.prepare(cpu, 32, prepared, warns=True)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    for dtype in ("float32", "int8"):
+        kind: Any = AdamKind(optimizer, ZenFlowConfig(state_dtype=dtype))
+        plan: Any = SimpleNamespace(
+            rule=SimpleNamespace(block_size=32, estimates=True),
+            dtypes=Dtypes(*["bfloat16"] * 4),
+            has_heads=True,
+            computes_there=True,
+        )
+        prepare_kernels(plan, kind, [flat(64, 0), flat(64, 1)], warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [8, 8], (
         "predict and both steps of a share twice, two of the norms"
@@ -99,15 +101,16 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
     before = recorded.launches
     sizes = [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]
     arrays = [[flat(numel, first + offset) for offset in (0, 0, 8, 16)] for numel, first in sizes]
-    estimators = [Estimator(torch.ones(-(-numel // 32)), 32, 1.0, 1e-8) for numel, _ in sizes]
+    inverses = [torch.ones(-(-numel // 32)) for numel, _ in sizes]
     state = torch.ones(3, 5, 32)
     coded = [torch.zeros(5, 32, dtype=each) for each in (torch.int8, torch.uint8)]
     coded += [torch.zeros(5, dtype=torch.uint8) for _ in range(2)]
     for step in range(1, 51):
         scale = 1.0 if step % 3 else 0.7
         launch.norms([grad for *_, grad in arrays])
-        for (weights, published, _, grad), estimator in zip(arrays, estimators, strict=True):
-            estimator.predict(weights, published, grad, scale, 1.0 if step == 2 else 1e-3)
+        for (weights, published, _, grad), inverse in zip(arrays, inverses, strict=True):
+            effect = 1.0 if step == 2 else 1e-3
+            launch.predict(weights, published, grad, inverse, scale, effect, 32)
         constants = AdamStep(1e-3 / step, 0.9, 0.95, 1e-8, 0.1, True, step, scale)
         for first in (0, 5):
             grad, weights = (flat(160, first).view(5, 32) for _ in range(2))
@@ -118,23 +121,6 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
     assert len(launch.variants()) == 8
 
 
-def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    known = torch.zeros(prepare.PREPARED_NUMEL // 32 * 2, dtype=torch.int32)
-    numbers, both = (0.0, 0.9, 0.0), [True, False]
-    calls = prepare.estimates(launch.predict_signs, numbers, known, 32, [bf16] * 3, both)
-    prepare.prepare(cpu, 32, calls, warns=True)
-    expected = {target: set(keys) for target, keys in recorded.keys.items()}
-    assert [len(keys) for keys in expected.values()] == [2, 2], "aligned and not"
-    for numel, first in [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]:
-        weights, published, grad = (flat(numel, first + offset) for offset in (0, 8, 16))
-        known = torch.zeros(-(-numel // 32) * 2, dtype=torch.int32)
-        for scale in (1.0, 0.07):
-            launch.predict_signs(weights, published, grad, known, scale, 0.9, 1.0, 32)
-    assert recorded.launches == 2 + 10
-    assert recorded.keys == expected
-
-
 def test_a_kernel_that_does_not_compile_at_the_start_leaves_torch_operations(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,10 +128,10 @@ def test_a_kernel_that_does_not_compile_at_the_start_leaves_torch_operations(
         raise RuntimeError("no assembler\nat all")
 
     told: list[str] = []
-    monkeypatch.setattr(prepare, "warn_once", told.append)
+    monkeypatch.setattr(launch, "warn_once", told.append)
     monkeypatch.setattr(launch, "_given_up", {})
     monkeypatch.setattr(launch, "missing", lambda device: launch._given_up.get("meta"))
-    prepare.prepare(torch.device("meta"), 32, [fail], warns=True)
+    launch.prepare(torch.device("meta"), 32, [fail], warns=True)
     assert len(told) == 1
     assert "A kernel failed at the start (RuntimeError: no assembler)" in told[0]
 
@@ -154,4 +140,4 @@ def test_a_kernel_that_does_not_compile_at_the_start_leaves_torch_operations(
 
     monkeypatch.setattr(launch, "missing", lambda device: None)
     with pytest.raises(torch.OutOfMemoryError):
-        prepare.prepare(torch.device("meta"), 32, [exhaust], warns=True)
+        launch.prepare(torch.device("meta"), 32, [exhaust], warns=True)

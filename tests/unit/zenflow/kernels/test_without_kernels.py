@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.kernels import host, launch, prepare
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
 from tests.support.ranks import on_sim
 from tests.support.same import assert_same
@@ -28,11 +27,11 @@ def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     weights, published, grad = (
         torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(3)
     )
-    estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
+    inverse = torch.ones(numel // BLOCK, device=device)
     p, m, v = torch.ones(3, numel // BLOCK, BLOCK, device=device).unbind()
     rows, of_share = grad.view(-1, BLOCK), weights.view(-1, BLOCK)
     return {
-        "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
+        "predict": lambda: launch.predict(weights, published, grad, inverse, 0.5, 1e-3, BLOCK),
         "share step": lambda: launch.adam_step([p, m, v], rows, of_share, STEP),
     }
 
@@ -81,10 +80,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_temporaries_on_the_cpu_are_those_of_one_chunk(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "serves", lambda *arrays: False)
+def test_temporaries_on_the_cpu_are_those_of_one_chunk(name: str) -> None:
     chunk = definition.chunk_numel(torch.device("cpu"), BLOCK)
     call = calls(8 * chunk, torch.device("cpu"))[name]
     with Allocations() as allocations:
@@ -94,10 +90,10 @@ def test_temporaries_on_the_cpu_are_those_of_one_chunk(
 
 def told_on_sim() -> list[str]:
     told: list[str] = []
-    with patch.object(prepare, "warn_once", told.append):
+    with patch.object(launch, "warn_once", told.append):
         for warns in (True, False):
-            prepare.prepare(torch.device("sim"), BLOCK, [], warns=warns)
-        prepare.prepare(torch.device("cpu"), BLOCK, [], warns=True)
+            launch.prepare(torch.device("sim"), BLOCK, [], warns=warns)
+        launch.prepare(torch.device("cpu"), BLOCK, [], warns=True)
     return told
 
 

@@ -12,7 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
+from deepspeed_ext.zenflow.kernels import predict
+from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
+from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
@@ -48,8 +50,7 @@ def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(
     l2_term = (publish.l2_factor * p / d).clamp(-publish.l2_bound, publish.l2_bound)
     y = publish.p_factor * p - publish.m_factor * m / d - l2_term
     weights = torch.empty(n)
-    estimator = Estimator.after(last, means, block)
-    estimator.predict(weights, y, grad, coming.grad_scale, effect_of(coming, 8))
+    predict(weights, y, grad, inverses(last, means), coming.grad_scale, effect_of(coming, 8), block)
 
     g = 0.7 * grad + (0 if decoupled else 0.1 * p)
     gain, true_v = 1.0 / (1 - 0.9**8), v / (1 - 0.95**7)
@@ -77,8 +78,7 @@ def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel:
     # The rest of the estimate: the gradient that comes,
     # the same once more, cancels the L2 term again.
     weights = torch.empty(n)
-    estimator = Estimator(means, block, step.bias_correction2_sqrt, step.eps)
-    estimator.predict(weights, published, grad, 1.0, effect_of(step, 2))
+    predict(weights, published, grad, inverses(step, means), 1.0, effect_of(step, 2), block)
     assert float((weights - p).abs()[::2].max()) < far
 
 
@@ -87,9 +87,10 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     grad, means = torch.randn(n), torch.rand(-(-n // block))
     means[3] = 0.0  # a block that has never had a gradient: division by eps
     published, whole, cut = torch.zeros(3, n)
-    Estimator(means, block, 1.0, 1e-8).predict(whole, published, grad, 1.0, 1.0)
+    inverse = inverses(STEP, means)
+    predict(whole, published, grad, inverse, 1.0, 1.0, block)
     monkeypatch.setattr("deepspeed_ext.zenflow.worker.kernel.definition._CHUNK_NUMEL", {"cpu": 100})
-    Estimator(means, block, 1.0, 1e-8).predict(cut, published, grad, 1.0, 1.0)
+    predict(cut, published, grad, inverse, 1.0, 1.0, block)
     assert_same(whole, cut, "weights")
     assert whole.abs().max() == 4.5
 
@@ -102,10 +103,11 @@ class Estimation:
         self.grad = (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad])
         self.published = (torch.randn(n, generator=g) * 0.1).to(DTYPES[published])
         self.weights = (torch.randn(n, generator=g) * 0.1).to(DTYPES[weights])
-        self.estimator = Estimator(torch.rand(-(-n // block), generator=g) * 1e-5, block, 0.9, 1e-8)
+        self.inverse, self.block = 300 * torch.rand(-(-n // block), generator=g), block
 
     def predict(self) -> list[torch.Tensor]:
-        self.estimator.predict(self.weights, self.published, self.grad, 0.7, 2e-3)
+        arrays = self.weights, self.published, self.grad
+        predict(*arrays, self.inverse, 0.7, 2e-3, self.block)
         return [self.weights]
 
 
@@ -134,7 +136,7 @@ def test_estimate_on_strided_tensors_is_the_same() -> None:
 def test_nan_gradient_gives_nan_and_infinity_the_bound() -> None:
     grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     weights = torch.empty(4)
-    Estimator(torch.ones(1), 4, 1.0, 1e-8).predict(weights, torch.zeros(4), grad, 1.0, 1.0)
+    predict(weights, torch.zeros(4), grad, torch.ones(1), 1.0, 1.0, 4)
     torch.testing.assert_close(
         weights, torch.tensor([float("nan"), -4.5, 4.5, 0.0]), equal_nan=True
     )
@@ -153,7 +155,6 @@ class Simulation:
         self.schedule, self.base, self.block = schedule, step, block
         self.in_flight: tuple[torch.Tensor, AdamStep] | None = None
         self.known_t = 0
-        self.estimator: Estimator | None = None
         self.kernel = ReferenceKernel(1)
 
     def _carry_out(self, grad: torch.Tensor, step: AdamStep) -> None:
@@ -165,8 +166,7 @@ class Simulation:
         if self.in_flight is not None:
             self._carry_out(*self.in_flight)
             self.in_flight = None
-        bias2 = math.sqrt(1 - self.base.beta2**self.known_t)
-        self.estimator = Estimator(self.means, self.block, bias2, self.base.eps)
+        self.inverse = inverses(replace(self.base, step=self.known_t), self.means)
 
     def step(self, grad: torch.Tensor) -> None:
         plan, state = self.schedule.plan(), self.schedule.state
@@ -177,7 +177,8 @@ class Simulation:
             self.weights.copy_(self.p)
         else:
             self._receive()
-            self.estimator.predict(self.weights, self.y, grad, 1.0, effect_of(step, step.step))
+            effect = effect_of(step, step.step)
+            predict(self.weights, self.y, grad, self.inverse, 1.0, effect, self.block)
             self.in_flight = grad.clone(), step
         self.schedule.advance(plan)
 
@@ -231,11 +232,12 @@ def test_parts_of_whole_blocks_are_predicted_as_the_whole(cuts: tuple[int, ...])
     """Chunks of a partition are predicted as they arrive; the last block is shorter."""
     block, (grad, published) = 4, torch.randn(2, 18)
     last, coming = replace(STEP, step=7), replace(STEP, step=8)
-    whole = Estimator.after(last, torch.rand(5) + 0.1, block)
+    whole = Estimate(inverses(last, torch.rand(5) + 0.1), block)
     expected, found = torch.empty(18), torch.empty(18)
-    for estimator, weights, part in (
+    for estimate, weights, part in (
         (whole, expected, slice(0, 18)),
         *((whole.of(*span), found, slice(*span)) for span in itertools.pairwise(cuts)),
     ):
-        estimator.predict(weights[part], published[part], grad[part], 1.0, effect_of(coming, 8))
+        arrays = weights[part], published[part], grad[part]
+        predict(*arrays, estimate.kept, 1.0, effect_of(coming, 8), block)
     assert torch.equal(found, expected)

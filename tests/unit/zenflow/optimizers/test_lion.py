@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from deepspeed.ops.lion import DeepSpeedCPULion
@@ -9,6 +11,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
+from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.worker.kernel import definition
@@ -62,7 +65,7 @@ def test_the_estimate_does_not_depend_on_chunks(
     for numel in (1 << 17, chunk):
         monkeypatch.setitem(definition._CHUNK_NUMEL, "cpu", numel)
         weights = torch.empty_like(y)
-        definition.predict_signs(weights, y, grad, known.view(-1), 0.1, 0.9, 1e-2, 32)
+        lion().predict(Estimate(known.view(-1), 32, 2), weights, y, grad, replace(STEP, lr=1e-2))
         results.append(weights)
     assert_same(*results)
     assert set((results[0].float() - y.float()).sign().tolist()) == {-1.0, 1.0}
@@ -97,4 +100,4 @@ def test_temporaries_are_two_arrays_and_the_signs_or_y(in_place: bool, nbytes: i
     """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from
     the host."""
     settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1), layout=lion().layout)
-    assert settings.nbytes(1000, 2, y_bytes=2, in_place=in_place).step == 1000 * nbytes
+    assert settings.nbytes(1000, 2, in_place=in_place).step == 1000 * nbytes

@@ -17,6 +17,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.start import swap_warning
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -65,7 +66,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(("slots", plan.chunks.slots, len(transfers._slots)))
     parts = [] if adam.state.heads is None else adam.state.heads._parts
-    share = sum(tensor.nbytes for part in parts for tensor in part.state)
+    share = sum(values.nbytes for part in parts for values, _ in part)
     said.append(("share", plan.head_bytes, share))
     engine.destroy()
     return plan, [
@@ -93,14 +94,18 @@ def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, d
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config))
             setup, *_ = read_config(str(path), 1)
-            params = sum(parameter.numel() for parameter in OddModel().parameters())
-            model = Model(params, params, "bfloat16")
+            sizes = [parameter.numel() for parameter in OddModel().parameters()]
+            model = Model(sum(sizes), max(sizes), "bfloat16")
             shown = setup.zenflow_plan(model, Machine(1, 1), RankFacts(numels))
         # a share may move once steps are measured, if nothing of the case forbids it
         may_move = not zero.get("offload_optimizer") and case != "selective"
         assert plan.measures_share is (may_move and plan.places.gradient is Place.ACCELERATOR)
         measures = plan.measures_share
-        shown = replace(shown, reasons=plan.reasons, cpus=plan.cpus, measures_share=measures)
+        told = {"share_reason": plan.share_reason, "other_reasons": plan.other_reasons}
+        shown = replace(shown, **told, measures_share=measures)
         assert shown == plan
-    assert plan.cpus is not None
-    assert plan.cpus.threads > 0
+
+
+def test_swap_is_warned_of_if_the_state_has_pushed_much_out() -> None:
+    assert swap_warning(1 << 29) is None
+    assert "2,147,483,648 bytes of this host were swapped out" in (swap_warning(2 << 30) or "")

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.held import Held
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.held import Held, Phase
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
     Copies,
@@ -24,8 +22,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Source,
     Wait,
 )
-from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from tests.support.planned import decided
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -57,7 +54,7 @@ def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: An
     [
         ({}, True, 1.0, {}, "the config says so"),
         ({}, True, 0.5, SELECTIVE, "the config says so"),
-        ({}, False, None, SELECTIVE, "the config gives no other"),
+        ({}, False, None, SELECTIVE, "hot blocks step on the accelerator"),
         ({}, False, None, {"update_rule": "exact"}, "the config gives no other"),
         ({}, False, None, {"autotune": False}, "the config gives no other"),
         ({}, False, None, {}, "until 8 steps"),
@@ -81,19 +78,6 @@ def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str
     (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
     assert "a host has no memory for all of it" in reason.why
     assert why in reason.why
-
-
-def test_all_of_the_optimizer_steps_on_the_host_unless_a_share_is_given() -> None:
-    facts = facts_of(one_rank(1 << 20, 1 << 30))
-    assert decide(facts, ZenFlowConfig()) == plan_of(facts, host_share=1.0)
-
-
-@pytest.mark.parametrize("config", [{}, {"update_rule": "exact"}, SELECTIVE])
-def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict[str, Any]) -> None:
-    plan = plan_of(facts_of(one_rank(1 << 20, 1 << 30)), host_share=None, **config)
-    said = [reason.decision for reason in plan.reasons]
-    assert ("the plan stays" in said) == (config == SELECTIVE)
-    assert not (plan.measures_share and "the plan stays" in said)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +147,7 @@ def test_gradients_go_to_the_host_beyond_half_of_what_is_free(
         ({"gradients_on_host": False}, 1.0, {}, Copies.INSIDE_STEP),
         ({}, 0.5, {}, Copies.INSIDE_STEP),
         ({}, None, {}, Copies.WEIGHTS),
-        ({"topk_ratio": 0.1}, None, {}, Copies.INSIDE_STEP),
+        ({"topk_ratio": 0.1}, None, {}, Copies.WEIGHTS),
         ({}, 1.0, {"takes_gradients": False}, Copies.INSIDE_STEP),
         ({"gradients_on_host": False}, 1.0, {"weights": Place.HOST}, Copies.NONE),
     ],
@@ -201,7 +185,7 @@ def test_a_share_that_nobody_asked_for_is_measured_where_nothing_promises_the_la
     plan = decide(facts, ZenFlowConfig(**config), ratio=None)
     assert (plan.measures_share, plan.host_share) == (free, 1.0)
     given = decide(facts, ZenFlowConfig(**config), ratio=1.0)
-    assert replace(plan, measures_share=False, reasons=given.reasons) == given
+    assert replace(plan, measures_share=False, share_reason=given.share_reason) == given
     frozen = ZenFlowConfig(**config | {"autotune": False})
     assert not decide(facts, frozen, ratio="auto").measures_share
 
@@ -288,7 +272,7 @@ def test_what_somebody_reads_on_the_host_stays_whole(
     config: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     plan = plan_of(facts_of(one_rank(1 << 30), **changes), **config)
-    assert plan.places.handed_over is Place.HOST
+    assert not plan.is_in_transit
     assert plan_of(facts_of(one_rank(1 << 30))).chunks.slots
 
 
@@ -297,25 +281,6 @@ def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() ->
     assert found is not None
     assert 0 < found.slots * found.slot_numel < 0.07 * 7 * 10**9
     assert plan_of(facts_of(one_rank(1 << 20))).chunks.slots == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, {Kernel.NORM, Kernel.ESTIMATE}),
-        ({"overlap_step": False}, {Kernel.NORM}),
-        ({"gradients_on_host": True}, {Kernel.NORM}),
-        (SELECTIVE, {Kernel.NORM, Kernel.STEP}),
-        ({"block_size": 512}, set()),
-    ],
-)
-def test_kernels_are_those_of_what_is_computed_on_the_accelerator(
-    config: dict[str, Any], expected: set[Kernel]
-) -> None:
-    assert plan_of(facts_of(one_rank(MIB)), **config).kernels == expected
-    if not config:
-        shared = plan_of(facts_of(one_rank(MIB)), host_share=0.5)
-        assert shared.kernels == expected | {Kernel.STEP}
 
 
 # -- the host --------------------------------------------------------------------------------------
@@ -448,7 +413,7 @@ def test_every_byte_of_the_arena_belongs_to_something(
         assert sum(spec.nbytes for spec in arrays) == expected + slots * n * gradient
         assert each.head + each.on_host == each.numel
     of_chunks = [spec for spec in plan.arena if spec.partition == OF_CHUNKS]
-    in_transit = plan.places.handed_over is Place.IN_TRANSIT
+    in_transit = plan.is_in_transit
     assert bool(of_chunks) == (in_transit or plan.peeks)
     if in_transit:
         assert plan.chunks is not None
@@ -491,32 +456,3 @@ def test_more_memory_of_the_accelerator_never_takes_anything_off_it(
     before, after = (RANK[plan.places.gradient, plan.places.published] for plan in (less, more))
     assert before <= after
     assert more.host_share <= less.host_share
-
-
-@given(runs_of())
-@settings(max_examples=200, deadline=None)
-def test_more_host_memory_never_lacks_more(
-    case: tuple[ZenFlowFacts, dict[str, Any], float | None],
-) -> None:
-    facts, section, share = case
-    plan = plan_of(facts, host_share=share, **section)
-    if plan.shortage is None and section.get("gradients_on_host") is not None:
-        roomy = replace(
-            facts,
-            ranks=tuple(
-                replace(each, host_free=tuple((name, 2 * free) for name, free in each.host_free))
-                for each in facts.ranks
-            ),
-        )
-        assert plan_of(roomy, host_share=share, **section).shortage is None
-
-
-def test_lion_has_fewer_bytes_and_one_interval() -> None:
-    plan = plan_of(facts_of(one_rank(1 << 20), layout=LION_STATE), hide_transfers=False)
-    kinds = {spec.kind for spec in plan.arena}
-    assert kinds == {"p", "m", "known", "g"}
-
-
-def test_chunks_are_as_large_as_a_part_of_the_model() -> None:
-    plan = plan_of(facts_of(one_rank(7 * 10**9)))
-    assert plan.chunks.numel == chunks.chunk_numel(7 * 10**9, plan.rule.block_size)

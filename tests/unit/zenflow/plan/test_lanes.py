@@ -13,14 +13,7 @@ from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from tests.support.schedules import (
-    Machine,
-    during_backward,
-    exact,
-    predictive,
-    speculative,
-    zero_offload,
-)
+from tests.support.schedules import Machine, exact
 
 NUMEL, GIB = 1 << 31, 1 << 30
 PASSES, LINKS = (0.1, 0.2, 0.4, 0.8, 2.0), (0.05, 0.2, 0.5, 1.0)
@@ -60,20 +53,9 @@ def test_the_exact_rule_waits_as_long_as_a_walk_through_its_chunks_says(
 
 
 def test_a_peek_moves_16_bytes_and_fewer_with_smaller_moments() -> None:
-    """And the copy up reads what it has written: 2 more."""
     for state, moved in (("float32", 16), ("bfloat16", 12), ("int8", 10.06)):
         plan = plan_of(update_rule="exact", state_dtype=state)
-        assert traffic_of(plan).peeked == pytest.approx(moved + 2, abs=0.01)
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-def test_without_a_norm_it_would_wait_for_what_backward_leaves(forward: float) -> None:
-    """The formula of the lab's page on the exact rule, where the pass is the slowest lane."""
-    for worker in PASSES:
-        machine = Machine(forward, 1 - forward, 0.15 * worker, worker, MOST_CHUNKS)
-        left, pace = max(0.0, worker - machine.backward), max(0.0, 1 - forward / worker)
-        said = 1.3 * worker * CHUNKS + left * pace
-        assert during_backward(machine) == pytest.approx(said, abs=0.02)
+        assert traffic_of(plan).peeked == pytest.approx(moved, abs=0.01)
 
 
 def test_only_estimates_need_block_means() -> None:
@@ -86,17 +68,3 @@ def test_without_waits_only_the_first_chunk_is_exposed() -> None:
     found = lanes(plan, 0.1, 0.2)
     first = (peek_of(plan, 0.2) + found.up) * CHUNKS
     assert found.waits(1 / 3, 2 / 3) == pytest.approx(first) == pytest.approx(found.exposed)
-
-
-def test_schedules_wait_as_long_as_their_slowest_lane_says() -> None:
-    """The bounds of each schedule, which need no walk."""
-    machine = Machine(0.25, 0.75, 0.1, 0.5, MOST_CHUNKS)
-    assert predictive(machine) == 0.0
-    assert zero_offload(machine) == pytest.approx(0.6 + 0.2 * CHUNKS, abs=1e-9)
-    hidden = speculative(machine)
-    assert hidden == pytest.approx((0.5 + 2 * 0.2) * CHUNKS, abs=1e-9)
-    slow = Machine(0.25, 0.75, 0.1, 1.0, MOST_CHUNKS)
-    assert speculative(slow) > speculative(slow, kept=0.3) >= 0.0
-    costs = [speculative(machine, clipped=part) for part in (0.0, 0.5, 1.0)]
-    assert costs[1] - costs[0] == pytest.approx(costs[2] - costs[1])
-    assert costs[2] - costs[0] == pytest.approx(2 * 0.5, abs=3 * CHUNKS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, head_step_bytes
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
@@ -25,17 +25,17 @@ def test_a_denominator_for_each_block_is_kept_if_steps_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights_bytes", "in_place", "floats", "others"),
+    ("item", "in_place", "floats", "others"),
     [
         (2, False, 3, 2 * NUMEL),  # to predict 16-bit weights, and y that arrives
         (2, True, 3, 4 * BLOCKS),  # and what each block is multiplied by
-        (4, False, 1, 2 * NUMEL),
+        (4, False, 1, 4 * NUMEL),
     ],
 )
 def test_a_step_has_temporaries_of_fp32(
-    weights_bytes: int, in_place: bool, floats: int, others: int
+    item: int, in_place: bool, floats: int, others: int
 ) -> None:
-    taken = settings().nbytes(NUMEL, weights_bytes, y_bytes=2, in_place=in_place)
+    taken = settings().nbytes(NUMEL, item, in_place=in_place)
     assert taken.step == floats * 4 * NUMEL + others
 
 
@@ -50,4 +50,4 @@ def test_a_step_has_temporaries_of_fp32(
 def test_a_share_has_temporaries_of_its_moments(
     layout: StateLayout, each: int, blocks: int
 ) -> None:
-    assert head_step_bytes(NUMEL, 32, layout) == each * NUMEL + blocks
+    assert layout.step_bytes(NUMEL, 32) == each * NUMEL + blocks

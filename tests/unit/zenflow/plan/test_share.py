@@ -16,6 +16,7 @@ from deepspeed_ext.zenflow.plan.share import (
     UNITS,
     ChainTimes,
     MeasuredStep,
+    accelerator_bytes,
     best_threads,
     chosen_share,
     hiding_units,
@@ -49,10 +50,8 @@ def plan_of(
 def test_a_new_share_replaces_its_reason_and_no_other() -> None:
     plan = plan_of(GIB, update_rule="exact")
     moved = with_host_share(with_host_share(plan, 0.5, "first"), 0.25, "second")
-    named = [each for each in moved.reasons if each.is_of_share]
-    assert [each.why for each in named] == ["second"]
-    kept = [each for each in plan.reasons if not each.is_of_share]
-    assert [each for each in moved.reasons if each not in named] == kept
+    assert moved.share_reason.why == "second"
+    assert moved.other_reasons == plan.other_reasons
 
 
 @pytest.mark.parametrize(
@@ -61,12 +60,10 @@ def test_a_new_share_replaces_its_reason_and_no_other() -> None:
         (ChainTimes(device=1.0, worker=0.5), 1.0),
         (ChainTimes(device=1.0, worker=0.95), 1.0),
         (ChainTimes(device=1.0, worker=1.9), 0.5),
-        (ChainTimes(device=1.0, worker=1.7, fixed=0.1), 0.5),
         (ChainTimes(device=1.0, worker=0.5, link=3.8), 0.25),
         # a pass gives itself time: w s = 0.95 (d + c w s), and the link l s the same
         (ChainTimes(device=1.0, worker=3.8, contention=0.5), 0.25 / (1.0 - 0.95 * 0.5)),
         (ChainTimes(device=1.0, worker=2.0, link=3.8, contention=0.5), 0.95 / (3.8 - 0.95)),
-        (ChainTimes(device=1.0, worker=1.0, fixed=2.0), 0.0),
         (ChainTimes(device=0.0, worker=0.0), 1.0),
     ],
 )
@@ -81,11 +78,10 @@ def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, shar
 def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room: int) -> None:
     plan = plan_of(first, second)
     units = least_units(plan, room)
-    taken = plan.landing_bytes + room
+    taken = accelerator_bytes(plan) + room
 
     def bytes_at(units: int) -> int:
-        moved = with_host_share(plan, units / UNITS, "")
-        return moved.head_bytes + moved.landing_bytes
+        return accelerator_bytes(with_host_share(plan, units / UNITS, ""))
 
     assert units == UNITS or bytes_at(units) <= taken
     assert units == 0 or bytes_at(units - 1) > taken
@@ -140,7 +136,7 @@ def test_the_share_of_an_h200_is_the_published_one() -> None:
     beside = MeasuredStep(0.2955, 0.022, 0.0103, 0.3378, link=0.1115, gather=0.0007, estimate=0.004)
     times = times_of(plan, alone, beside)
     assert times.there == pytest.approx(28 / 6 * beside.estimate)
-    assert (times.device, times.worker, times.fixed) == (0.2612, 0.3378, 0.0)
+    assert (times.device, times.worker) == (0.2612, 0.3378)
     assert times.link == pytest.approx(0.0574, rel=1e-2)
     assert times.contention == pytest.approx((0.2955 - 0.2612) / 0.2955)
     assert choice(plan, times) == 0.0
@@ -154,8 +150,6 @@ def test_a_pass_over_a_part_is_scaled_to_all_and_copies_inside_are_what_is_waite
     half = with_host_share(plan_of(GIB), 0.5, "")
     times = times_of(half, MeasuredStep(1.0, 0.5, 0.45, 0.3, link=0.2), None)
     assert (times.worker, times.link) == pytest.approx((0.6, 2 * 0.2 * 2.125 / 4.125))
-    assert half.chunks is not None
-    assert times.fixed == pytest.approx(0.15 / -(-GIB // 2 // half.chunks.numel))
     inside = plan_of(GIB, hide_transfers=False)
     times = times_of(inside, None, MeasuredStep(1.0, 0.3, 0.2, 0.4))
     assert times.link == pytest.approx(0.2 * 2.125 / 4.125)
@@ -205,13 +199,11 @@ plans = st.sampled_from(
 def test_a_moved_plan_is_the_one_of_a_run_that_began_with_it(
     numels: list[int], share: float, config: dict[str, Any]
 ) -> None:
-    """But for the chunks, which keep their size."""
     moved = with_host_share(plan_of(*numels, **config), share, "")
     begun = plan_of(*numels, share=share, **config)
     assert [each.head for each in moved.partitions] == [each.head for each in begun.partitions]
     assert moved.head_bytes == begun.head_bytes
     assert moved.landing_bytes == begun.landing_bytes
-    assert moved.kernels == begun.kernels
     assert not moved.measures_share
 
 

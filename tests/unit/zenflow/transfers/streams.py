@@ -24,14 +24,12 @@ from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["IDLE", "KINDS", "plan_of", "stream_of"]
 
-ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Source.COPY)
+ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Source.COPY)
 KINDS = {
     "cpu": EVERYTHING_ON_HOST,
     "inside": ON_ACCELERATOR,
-    "beside": Places(
-        Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.ACCELERATOR, Source.COPY
-    ),
-    "host computes": Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Source.BACKWARD),
+    "beside": Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.ACCELERATOR, Source.COPY),
+    "host computes": Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Source.BACKWARD),
 }
 """Where arrays are, by what crosses the link."""
 
@@ -67,8 +65,6 @@ def plan_of(
         places=KINDS[kind],
         host_share=1.0,
         chunks=chunks if kind == "beside" else None,
-        shortage=None,
-        reasons=(),
         caller=Caller(weights, gradient),
         wait=Wait.FORWARD if peeks else Wait.STEP,
         peeks=peeks,

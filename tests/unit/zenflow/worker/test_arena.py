@@ -270,8 +270,6 @@ def test_whole_pages_are_locked_where_the_accelerator_wants_them(
     assert all(begin % PAGE == 0 for begin in accelerator.locked)
     ends = [begin + nbytes for begin, nbytes in accelerator.locked.items()]
     assert ends == [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-    locks.unlock([tensors[1]])
-    assert list(accelerator.locked) == [tensors[0].data_ptr()]
     locks.unlock()
     assert not accelerator.locked
 

@@ -1,15 +1,11 @@
 """Messages between trainer and optimizer process: work, answers, errors and timeouts."""
 
-import fcntl
 import os
 import select
 import signal
-import subprocess
 import sys
-import termios
 import textwrap
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +25,6 @@ from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, ThreadLi
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, STEP, gone, running
 from tests.support.paths import ROOT
-from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("library", [library_path(), None])
@@ -222,65 +217,26 @@ def test_a_submission_that_is_not_read_times_out() -> None:
         assert gone(process.pid)
 
 
-SUSPENDED = """
-import os, sys
-sys.path.insert(0, {root!r})
-os.close(0)  # as a job without stdin
-from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
-from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.channel import Channel, Patience
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.messages import WorkerPlan
-from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-layout = plan_layout([ArraySpec("p", "float32", 5)])
-arena = Arena.create(layout)
-plan = WorkerPlan(layout, ADAM_STATE, 32, None, 1, {library!r})
-process = OptimizerProcess(arena, plan, rank=0, timeout_seconds=60.0)
-process._timeout_seconds = 1.0  # of what follows, not of the start
-for number in range(2):
-    print(process.pid, flush=True)
-    os.read(3, 1)  # the test has stopped the worker
-    process.submit([])
-    print(process.wait().number, flush=True)
-"""
+def test_time_in_which_a_job_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer and worker stop together, and the trainer may continue first: then the worker has ten
+    seconds, by a clock that the test sets."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    outer = Patience(5.0)
+    patience = Patience(1.0, outer)
 
+    def spend(seconds: float) -> None:
+        patience.begin_slice()
+        clock.now += seconds
+        patience.end_slice()
 
-def test_a_suspended_job_without_stdin_continues(tmp_path: Path) -> None:
-    """Trainer and worker are stopped for longer than the timeout, and the trainer continues
-    first."""
-    code = textwrap.dedent(SUSPENDED).format(root=str(ROOT), library=library_path())
-    reading, writing = os.pipe()
-    wrapper = f"import os; os.dup2({reading}, 3); exec({code!r})"
-    command = [sys.executable, "-c", wrapper]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[reading])
-    process = psutil.Process(trainer.pid)
-
-    def sleeps_after_reading() -> bool:
-        unread = fcntl.ioctl(reading, termios.FIONREAD, bytes(4))
-        return not any(unread) and process.status() == psutil.STATUS_SLEEPING
-
-    try:
-        worker = int(trainer.stdout.readline())
-        os.kill(worker, signal.SIGSTOP)
-        os.write(writing, b"x")
-        wait_until(sleeps_after_reading, "the trainer's wait for its worker")
-        trainer.send_signal(signal.SIGSTOP)
-        time.sleep(2.5)  # here time itself has to pass: more than the timeout
-        sleeps = process.num_ctx_switches().voluntary
-        trainer.send_signal(signal.SIGCONT)
-        wait_until(
-            lambda: process.num_ctx_switches().voluntary > sleeps,
-            "the trainer's look at its worker",
-        )
-        os.kill(worker, signal.SIGCONT)
-        os.write(writing, b"x")
-        assert trainer.stdout.read().split() == ["1", str(worker), "2"]
-        assert trainer.wait() == 0
-    finally:
-        trainer.kill()
-        trainer.wait()
-        os.close(reading)
-        os.close(writing)
+    spend(3600.0)
+    for _ in range(19):
+        spend(0.5)
+    assert not patience.is_over
+    assert not outer.is_over
+    spend(0.6)
+    assert patience.is_over
 
 
 STRANGER = """

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.moments import decode, encode, step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
 from tests.support.kernels import KERNELS, array, make_kernel, make_pass, needs_native
 from tests.support.same import assert_same
@@ -286,7 +286,8 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(first: int) -> 
     state = State(n, 32).run(make_kernel("reference"), grads, steps, first=first)
     p, m, v = State(n, 32).found["p"], torch.zeros(n), torch.zeros(n)
     for grad, step in zip(grads, steps, strict=True):
-        AdamPasses.take_host_step([p, m, v], grad, step, 32, first, "int8")
+        layout = replace(ADAM_STATE, moment_dtype="int8")
+        step_in_fp32(layout, [p, m, v], grad, step, 32, first)
     assert_same({"p": state.found["p"], "moments": state.moments()}, {"p": p, "moments": [m, v]})
 
 

@@ -158,21 +158,6 @@ print(threads())
     assert run(code) == [*["1"] * 5, str(max(COUNTS))]
 
 
-def test_a_mask_that_shrinks_while_passes_run_changes_no_bit() -> None:
-    code = f"""
-def shrink_and_grow():
-    for mask in ({CPUS[:1]}, {CPUS}):
-        for task in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(task), mask)
-
-stop = meanwhile(shrink_and_grow)
-found = bits(8, 40_000, 32, passes=100)
-stop()
-print(found == bits(1, 40_000, 32, passes=100))
-"""
-    assert run(code) == ["True"]
-
-
 def test_a_fork_in_the_middle_of_a_pass_leaves_both_their_threads() -> None:
     """The child has none of the parent's threads, and a lock that another of them holds is not the
     child's."""

@@ -1,11 +1,15 @@
-"""Rounds moments with torch operations: to bfloat16, or to 8-bit codes and back (defined in
-`rounding`)."""
+"""Moments of 16 or 8 bits in torch operations: rounds them to bfloat16, or to 8-bit codes and back
+(defined in `rounding`)."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 from deepspeed_ext.zenflow.worker.kernel.rounding import (
     CODE_DTYPES,
@@ -19,7 +23,14 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import (
     rounding_key,
 )
 
-__all__ = ["decode", "encode", "loaded", "round_moments", "store"]
+__all__ = [
+    "decode",
+    "encode",
+    "loaded",
+    "round_moments",
+    "step_in_fp32",
+    "store",
+]
 
 
 def loaded(
@@ -52,6 +63,30 @@ def store(
             target.copy_(moment)
     for moment, codes, of_blocks in zip(moments, stored, scales, strict=False):
         encode(moment, codes, of_blocks, block_size)
+
+
+def step_in_fp32(
+    layout: StateLayout,
+    state: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    step: Any,
+    block_size: int,
+    first: int,
+) -> None:
+    """`Passes.take_host_step` of whole blocks whose moments are kept as `layout` says, but given
+    and changed as fp32: p, m, v, 1-D [n], host."""
+    p, *moments = state
+    blocks = -(-p.numel() // block_size)
+    stored = [
+        moment if not layout.rounding else torch.empty_like(moment, dtype=getattr(torch, dtype))
+        for moment, (_, dtype) in zip(moments, layout.arrays[1:], strict=True)
+    ]
+    scales = [torch.empty(blocks, dtype=torch.uint8, device=p.device) for _ in layout.scales]
+    store(moments, stored, scales, block_size)
+    layout.passes.take_host_step([p, *stored, *scales], grad, step, block_size, first)
+    for moment, kept in zip(moments, loaded(stored, scales, block_size), strict=True):
+        if kept is not moment:
+            moment.copy_(kept)
 
 
 def round_moments(
