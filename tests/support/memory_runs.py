@@ -334,7 +334,9 @@ def planned(config: dict[str, Any], ranks: int) -> MemoryPlan:
     with in_proportion():
         # the simulated accelerator allocates what is asked for
         setup = replace(setup, rounds_pinned=False)
-        return plan_memory(Model(PARAMS, LARGEST, dtype), Machine(ranks, ranks), setup)
+        plan = plan_memory(Model(PARAMS, LARGEST, dtype), Machine(ranks, ranks), setup)
+        assert plan.parts  # laid out here, in small chunks
+        return plan
 
 
 def compared(config: dict[str, Any], ranks: int) -> dict[tuple[Place, Phase], tuple[int, int]]:

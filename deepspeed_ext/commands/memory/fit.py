@@ -15,8 +15,18 @@ from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
 
-__all__ = ["GPU_RESERVE", "HOST_RESERVE", "RANK_RESERVE", "Fit", "Question", "faster", "fits"]
-__all__ += ["lanes_on", "nearest", "suggested"]
+__all__ = [
+    "Fit",
+    "GPU_RESERVE",
+    "HOST_RESERVE",
+    "Question",
+    "RANK_RESERVE",
+    "faster",
+    "fits",
+    "lanes_on",
+    "nearest",
+    "suggested",
+]
 
 GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 4 * GIB, 2 * GIB
 """Bytes that stay free: per GPU for its context, collectives and fragmentation; per host for the

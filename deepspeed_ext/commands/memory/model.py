@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["Machine", "Model", "Shape", "known", "machine_of", "read_shape", "typical"]
+__all__ = ["GIB", "Machine", "Model", "Shape", "known", "machine_of", "read_shape", "typical"]
 
 GIB = 1 << 30
 

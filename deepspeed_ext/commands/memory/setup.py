@@ -24,16 +24,21 @@ from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "MOMENTS",
-    "READERS",
     "Machine",
     "Model",
+    "READERS",
     "Reader",
     "Run",
     "Setup",
     "Stage",
+    "config_of",
+    "cost_of",
+    "inexactness",
+    "name_of",
     "read_config",
+    "ways",
+    "zero_section",
 ]
-__all__ += ["config_of", "cost_of", "inexactness", "name_of", "ways", "zero_section"]
 
 Stage = Literal[1, 2, 3]
 _LISTED = 32
