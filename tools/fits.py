@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_ext.commands.memory import fit
-from deepspeed_ext.commands.memory.fit import Question, fits, suggested
-from deepspeed_ext.commands.memory.machine import machine_of
-from deepspeed_ext.commands.memory.model import known, read_shape, typical
-from deepspeed_ext.commands.memory.plan import Capacity
-from deepspeed_ext.commands.memory.setup import Ranks, Setup
-from deepspeed_ext.commands.memory.ways import MOMENTS, ways, zero_section
+from deepspeed_ext.commands.memory.fit import GPU_RESERVE, Question, fits, suggested
+from deepspeed_ext.commands.memory.model import GIB, known, machine_of, read_shape, typical
+from deepspeed_ext.commands.memory.setup import MOMENTS, Model, Setup, ways, zero_section
 
 __all__ = ["OWNED", "PAGE", "Owned", "flash_largest", "largest", "page", "row", "table"]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
-GIB = 1 << 30
 FLASH_BYTES = 7
 """Of FlashOptim's AdamW on the GPU: bf16 weights, 8 bits of correction, two moments of 8 bits, and
 the gradient."""
@@ -70,16 +66,30 @@ def groups() -> dict[str, list[Setup]]:
 
 def question(machine: Owned, host_gib: int, params: int) -> Question:
     """What is asked of a machine: a typical model of this size, with one sequence."""
-    speeds, size, _ = machine_of(machine.card, None, None)
-    shape, ranks = typical(params), Ranks(machine.gpus, machine.gpus)
-    return Question(shape, shape.model(), ranks, Capacity(size, host_gib * GIB), speeds)
+    speeds = machine_of(machine.gpus, machine.gpus, machine.card, host_bytes=host_gib * GIB)
+    shape = typical(params)
+    return Question(shape, shape.model(), speeds)
 
 
 @functools.cache
 def largest(name: str, machine: Owned, host_gib: int) -> int:
-    """Parameters of the largest typical model in a group of ways; 0: none."""
-    found = fit.largest(question(machine, host_gib, LARGEST_TRIED), groups()[name])
-    return 0 if found is None else found[0]
+    """Parameters of the largest typical model in a group of ways, to two digits; 0: none."""
+    setups = groups()[name]
+
+    def trains(params: int) -> bool:
+        asked = question(machine, host_gib, params)
+        model = Model(params, min(params, asked.shape.largest))
+        return suggested(fits(replace(asked, model=model), setups)) is not None
+
+    high = typical(LARGEST_TRIED).params
+    low = high // 10**6
+    if not trains(low):
+        return 0
+    while high - low > max(1, low // 200):
+        middle = (low + high) // 2 if high < 4 * low else math.isqrt(low * high)
+        low, high = (middle, high) if trains(middle) else (low, middle)
+    digits = max(0, len(str(low)) - 2)
+    return low // 10**digits * 10**digits
 
 
 def flash_largest(machine: Owned) -> int:
@@ -91,7 +101,7 @@ def flash_largest(machine: Owned) -> int:
         asked = question(machine, 0, middle)
         gathered = 2 * 2 * 12 * asked.shape.width**2 if machine.gpus > 1 else 0
         needed = FLASH_BYTES * middle // machine.gpus + gathered + asked.activations
-        fitting = needed + fit.GPU_RESERVE <= (asked.capacity.accelerator or 0)
+        fitting = needed + GPU_RESERVE <= (asked.machine.gpu_bytes or 0)
         low, high = (middle, high) if fitting else (low, middle)
     return low
 
@@ -125,7 +135,7 @@ def owned_table() -> str:
 def named(name: str, card: str, host_gib: int) -> tuple[str, str]:
     """How a model by name trains on one card: the ``zero_optimization`` to write, and seconds of a
     step, with a star if only a fused loss fits; empty: it does not."""
-    _, shape, _ = read_shape(name)
+    shape, _ = read_shape(name)
     asked = question(Owned(card, 1, ()), host_gib, shape.params)
     asked = replace(asked, shape=shape, model=shape.model())
     for fused in (False, True):

@@ -49,16 +49,12 @@ def numel(text: str) -> int:
     )
 
 
-def speed(text: str, expected: str = "a number above 0, such as 55 or 25.6") -> float:
-    """A number above 0 and below 1e9, in its argument's unit."""
+def positive(text: str, expected: str = "a number above 0, such as 55 or 25.6") -> float:
+    """A number above 0 and below 1e9, in its argument's unit. Of memory: vendors write GB and mean
+    GiB."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
         return float(text)
     raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
-
-
-def gib(text: str) -> float | str:
-    """GiB of memory, or ``here``. Vendors write GB and mean GiB."""
-    return text if text == "here" else speed(text, "GiB, such as 80 or 15.5, or here")
 
 
 def reserved_cores(text: str) -> int | float:
@@ -66,7 +62,7 @@ def reserved_cores(text: str) -> int | float:
     if text.isdecimal():
         return whole(1, MAX_CORES)(text)
     expected = "a count of cores (1, 2, ...) or a fraction between 0 and 1"
-    if (value := speed(text, expected)) < 1:
+    if (value := positive(text, expected)) < 1:
         return value
     raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
 
@@ -76,98 +72,59 @@ def node(text: str) -> int | None:
     return None if text in ("-1", "none") else whole(0, MAX_CORES)(text)
 
 
-Options = Mapping[str, tuple[str, dict[str, Any]]]
-"""By the option's names, its help and what argparse is told of it."""
+Options = Mapping[str, tuple[Any, str]]
+"""By the names of an option and of its value, the value's type, or its choices, or what argparse is
+told; and the help."""
 _FLAG: dict[str, Any] = {"action": "store_const", "const": True}
-_JSON = {"--json": ("print JSON", {"action": "store_true"})}
-
-
-def _value(metavar: str, kind: Callable[[str], Any] = str, **how: Any) -> dict[str, Any]:
-    return {"metavar": metavar, "type": kind, **how}
-
+_ON: dict[str, Any] = {"action": "store_true"}
+_PLACE = {"type": str, "action": "append"}
+_COUNT, _TOKENS = whole(1, MAX_RANKS), whole(1, MAX_TOKENS)
+_CARDS = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100", "h100", "h200")
 
 CORES: Options = {
-    "--root": ("directory that holds sys/ and proc/ [/]", _value("DIR")),
-    "--allowed": (
-        "CPUs of a local rank, such as 0,4-11; repeat per rank",
-        _value("LIST", action="append"),
-    ),
-    "--gpu-node": (
+    "--root DIR": (str, "directory that holds sys/ and proc/ [/]"),
+    "--allowed LIST": (_PLACE, "CPUs of a local rank, such as 0,4-11; repeat per rank"),
+    "--gpu-node N": (
+        {"type": node, "action": "append"},
         "NUMA node of a local rank's accelerator, or none; repeat per rank",
-        _value("N", node, action="append"),
     ),
-    "--pt-reserved-cores": (
+    "--pt-reserved-cores X": (
+        reserved_cores,
         "cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 "
         "[an eighth, 2 to 4]",
-        _value("X", reserved_cores),
     ),
-    "--optimizer-cores": (
-        "cores per rank for the optimizer [the rest]",
-        _value("K", whole(1, MAX_CORES)),
-    ),
+    "--optimizer-cores K": (whole(1, MAX_CORES), "cores per rank for the optimizer [the rest]"),
     "--on-cpu": (
-        "plan for training on the CPU: PyTorch keeps half [if DS_ACCELERATOR is cpu]",
         _FLAG,
+        "plan for training on the CPU: PyTorch keeps half [if DS_ACCELERATOR is cpu]",
     ),
 }
 """Options of ``plan`` for cores alone."""
 
-_CARDS = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100", "h100", "h200")
-_OF_MEMORY: Options = {
-    "--params": ("parameters, such as 7e9, 7B or 124M", _value("P", numel)),
-    "--model": (
-        "a transformers config.json, its folder, or a name such as qwen2.5-7b",
-        _value("PATH"),
-    ),
-    "--ranks --gpus": ("data-parallel ranks", _value("N", whole(1, MAX_JOB_RANKS))),
-    "--ranks-per-host --gpus-per-host": (
-        "ranks that share a host [all of them]",
-        _value("N", whole(1, MAX_RANKS)),
-    ),
-    "--config": ("plan this DeepSpeed config [a table of all ways]", _value("FILE")),
-    "--dtype": (
-        "dtype of the weights [the config's, or bf16]",
-        {"choices": ("bf16", "fp16", "fp32")},
-    ),
-    "--largest-param": (
-        "elements of the largest parameter [a typical model's]",
-        _value("L", numel),
-    ),
-    "--card": ("memory and speeds of this card [by --gpu-gb]", {"choices": _CARDS}),
-    "--host": ("speed of the host's memory [the card's]", {"choices": ("desktop", "server")}),
-    "--accelerator-gib --gpu-gb": (
-        "GiB of one accelerator, or here for this machine's [unknown]",
-        _value("G", gib),
-    ),
-    "--host-gib --host-gb": (
-        "GiB of one host, or here for this machine's [unknown]",
-        _value("G", gib),
-    ),
-    "--link-gbps": (
-        "GB/s between a GPU and its host, each way [the card's or host's]",
-        _value("X", speed),
-    ),
-    "--host-gbps": ("GB/s of a host's memory [the card's or host's]", _value("X", speed)),
-    "--tflops": ("TFLOP/s that a GPU sustains [the card's or host's]", _value("X", speed)),
-    "--tokens": (
-        "tokens per GPU and optimizer step [8192]",
-        _value("N", whole(1, MAX_TOKENS)),
-    ),
-    "--seq-len": (
-        "tokens per GPU whose activations are held at once [4096]",
-        _value("N", whole(1, MAX_TOKENS)),
-    ),
-    "--fused-loss": ("the loss makes no logits of all tokens (use_liger_kernel) [no]", _FLAG),
-    "--keep-activations": ("activations are not recomputed in backward [no]", _FLAG),
-    "--all": ("show every way, not the best of each kind [no]", _FLAG),
-    "--write": ("write the config of the suggested run", _value("FILE")),
-    "--for": (
-        "with --write: for deepspeed.initialize, or for the Hugging Face Trainer [script]",
-        {"choices": ("script", "trainer")},
-    ),
-}
 MEMORY: Options = {
-    names: (f"with --memory: {words}", how) for names, (words, how) in _OF_MEMORY.items()
+    "--params P": (numel, "parameters, such as 7e9, 7B or 124M"),
+    "--model PATH": (str, "a transformers config.json, its folder, or a name such as qwen2.5-7b"),
+    "--ranks --gpus N": (whole(1, MAX_JOB_RANKS), "data-parallel ranks"),
+    "--ranks-per-host --gpus-per-host N": (_COUNT, "ranks that share a host [all of them]"),
+    "--config FILE": (str, "plan this DeepSpeed config [a table of all ways]"),
+    "--dtype": (("bf16", "fp16", "fp32"), "dtype of the weights [the config's, or bf16]"),
+    "--card": (_CARDS, "memory and speeds of this card [by --gpu-gb]"),
+    "--host": (("desktop", "server"), "speed of the host's memory [the card's]"),
+    "--accelerator-gib --gpu-gb G": (positive, "GiB of one accelerator [unknown]"),
+    "--host-gib --host-gb G": (positive, "GiB of one host [unknown]"),
+    "--link-gbps X": (positive, "GB/s between a GPU and its host, each way [the card's]"),
+    "--host-gbps X": (positive, "GB/s of a host's memory [the host's]"),
+    "--tflops X": (positive, "TFLOP/s that a GPU sustains [the card's]"),
+    "--tokens N": (_TOKENS, "tokens per GPU and optimizer step [8192]"),
+    "--seq-len N": (_TOKENS, "tokens per GPU whose activations are held at once [4096]"),
+    "--fused-loss": (_FLAG, "the loss makes no logits of all tokens (use_liger_kernel) [no]"),
+    "--keep-activations": (_FLAG, "activations are not recomputed in backward [no]"),
+    "--all": (_FLAG, "show every way, not the best of each kind [no]"),
+    "--write FILE": (str, "write the config of the suggested run"),
+    "--for": (
+        ("script", "trainer"),
+        "with --write: for deepspeed.initialize, or for the Hugging Face Trainer [script]",
+    ),
 }
 """Options of ``plan`` for memory alone."""
 
@@ -184,12 +141,12 @@ COMMANDS = {
     "doctor": Command(
         "check whether this machine can run each part, and what is missing",
         "deepspeed-ext doctor",
-        _JSON,
+        {"--json": (_ON, "print JSON")},
     ),
     "config": Command(
         "list the ready configs, or print one of them",
         "deepspeed-ext config trainer_zenflow > ds.json",
-        {"name": ("a config's name, or schema [list them]", {"metavar": "NAME", "nargs": "?"})},
+        {"name NAME": ({"nargs": "?"}, "a config's name, or schema [list them]")},
     ),
     "plan": Command(
         "show which CPU cores each rank gets; with --memory, how much memory a run needs",
@@ -197,35 +154,29 @@ COMMANDS = {
         "--gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
         {
             **CORES,
-            **_JSON,
-            "--memory": ("plan memory instead of cores", {"action": "store_true"}),
-            **MEMORY,
+            "--json": (_ON, "print JSON"),
+            "--memory": (_ON, "plan memory instead of cores"),
+            **{name: (how, f"with --memory: {words}") for name, (how, words) in MEMORY.items()},
         },
     ),
     "verify": Command(
         "train a small model with a config and with plain AdamW, and compare the two",
         "deepspeed-ext verify --config ds.json",
         {
-            "--config": ("DeepSpeed config to check", _value("FILE", required=True)),
-            "--ranks": (
-                "processes [number of accelerators, or 2 without]",
-                _value("N", whole(1, MAX_RANKS)),
-            ),
-            "--steps": ("optimizer steps [as needed]", _value("N", whole(4, 1000))),
-            "--timeout": (
+            "--config FILE": ({"type": str, "required": True}, "DeepSpeed config to check"),
+            "--ranks N": (_COUNT, "processes [number of accelerators, or 2 without]"),
+            "--steps N": (whole(4, 1000), "optimizer steps [as needed]"),
+            "--timeout S": (
+                {"type": whole(1, 24 * 3600), "default": 600},
                 "seconds for all of it [600]",
-                _value("S", whole(1, 24 * 3600), default=600),
             ),
-            **_JSON,
+            "--json": (_ON, "print JSON"),
         },
     ),
     "run": Command(
         "run an unchanged training script with the extension enabled",
         "deepspeed-ext run train.py --lr 1e-4",
-        {
-            "script": ("", {"metavar": "SCRIPT"}),
-            "arguments": ("", {"metavar": "ARGS", "nargs": argparse.REMAINDER}),
-        },
+        {"script SCRIPT": ({}, ""), "arguments ARGS": ({"nargs": argparse.REMAINDER}, "")},
     ),
 }
 
@@ -258,8 +209,13 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        for names, (words, how) in command.options.items():
-            argument = added.add_argument(*names.split(), help=words or None, **how)
-            if how.get("nargs") == argparse.REMAINDER:
+        for words, (how, meaning) in command.options.items():
+            names = [word for word in words.split() if not word.isupper()]
+            kind: dict[str, Any] = {"choices": how} if isinstance(how, tuple) else {"type": how}
+            kind = dict(how) if isinstance(how, dict) else kind
+            if len(names) < len(words.split()):
+                kind["metavar"] = words.split()[-1]
+            argument = added.add_argument(*names, help=meaning or None, **kind)
+            if kind.get("nargs") == argparse.REMAINDER:
                 argument.required = False  # as it is; argparse of Python 3.10 and 3.11 has True
     return of_all

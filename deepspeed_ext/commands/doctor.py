@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -107,60 +107,52 @@ def check_deepspeed() -> Finding:
     return f"{version}, every member that deepspeed_ext relies on exists", ""
 
 
-def _accelerator() -> Any:
+def check_accelerator() -> Finding:
     from deepspeed_ext.runtime import backend
 
-    return backend.get_accelerator()
-
-
-def check_accelerator() -> Finding:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory, single_queue
-
-    accelerator = _accelerator()
+    accelerator = backend.get_accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
     if name == "cpu":
         remedy = "install a torch that is built for your accelerator"
         return "none: training runs on the CPU", remedy
     detail = f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each"
-    if has_host_memory():
-        return f"{detail}, which is the host's memory: offload frees nothing", SHARED_MEMORY
-    if reason := single_queue(os.environ):
-        queue, remedy = reason.split(". ", 1)
-        return f"{detail}; {queue}", remedy
-    return detail, ""
+    if backend.has_host_memory():
+        frees = f"{detail}, which is the host's memory: offload frees nothing"
+        return frees, backend.SHARED_MEMORY
+    queue, _, remedy = (backend.single_queue(os.environ) or "").partition(". ")
+    return f"{detail}; {queue}" if queue else detail, remedy
 
 
 def check_device_kernels() -> Finding:
     import torch
 
+    from deepspeed_ext.runtime import backend
     from deepspeed_ext.zenflow import kernels
 
-    if _accelerator().device_name() == "cpu":
+    accelerator = backend.get_accelerator()
+    if accelerator.device_name() == "cpu":
         return "not used: training runs on the CPU", ""
-    reason = kernels.missing(torch.device(_accelerator().current_device_name()))
+    reason = kernels.missing(torch.device(accelerator.current_device_name()))
     if reason is None:
         return "Triton serves the accelerator", ""
-    return (
-        f"ZenFlow computes in torch operations on the accelerator: {reason}",
-        "install the Triton that your torch asks for (torch's builds for GPUs bring it); results "
-        "are the same, slower",
-    )
+    remedy = "install the Triton that your torch asks for (torch's builds for GPUs bring it)"
+    detail = f"ZenFlow computes in torch operations on the accelerator: {reason}"
+    return detail, f"{remedy}; results are the same, slower"
 
 
 def check_backends() -> Finding:
     import torch.distributed as dist
 
+    from deepspeed_ext.runtime import backend
+
     if not dist.is_available():
         return "torch was built without torch.distributed", "install one that has it", PROBLEM
-    on_cpu = _accelerator().device_name() == "cpu"
-    wanted = "gloo" if on_cpu else _accelerator().communication_backend_name()
-    # Accelerators with their own build of torch, such as NPU (hccl) and MLU (cncl), register
-    # their backends when found.
-    names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
-    detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
+    accelerator = backend.get_accelerator()  # its own build of torch registers hccl, cncl, ...
+    on_cpu = accelerator.device_name() == "cpu"
+    wanted = "gloo" if on_cpu else accelerator.communication_backend_name()
     if not dist.is_backend_available(wanted):
-        return f"{detail}; {wanted} is missing", f"install a torch that has {wanted}", PROBLEM
-    return detail, ""
+        return f"{wanted} is missing", f"install a torch that has {wanted}", PROBLEM
+    return wanted, ""
 
 
 def check_compiler() -> Finding:
@@ -178,11 +170,9 @@ def check_adam_kernel() -> Finding:
 
     if (library := library_path()) is not None:
         return f"native, {library}", ""
-    return (
-        "torch operations, several times slower than the native kernel",
-        "install the wheel, or install a C++ compiler and reinstall deepspeed_ext; leave "
-        "DSEXT_NATIVE_KERNEL unset",
-    )
+    remedy = "install the wheel, or install a C++ compiler and reinstall deepspeed_ext"
+    detail = "torch operations, several times slower than the native kernel"
+    return detail, f"{remedy}; leave DSEXT_NATIVE_KERNEL unset"
 
 
 def check_operator_cache() -> Finding:
@@ -232,12 +222,11 @@ def check_shared_memory() -> Finding:
         return f"/dev/shm cannot be used: {error.strerror}", remedy
     if paths := shared_buffers.left_over():
         nbytes = sum(path.stat().st_blocks * 512 for path in paths)
-        buffers = counted(len(paths), "buffer")
-        return (
-            f"{buffers} of DeepSpeed, {nbytes:,} bytes, that no process visible here maps",
-            "a container may share /dev/shm with the host and other containers (--ipc), whose "
-            "processes are not visible: if no run uses it there, rm " + shlex.join(map(str, paths)),
-        )
+        found = f"{counted(len(paths), 'buffer')} of DeepSpeed, {nbytes:,} bytes"
+        shared = "a container may share /dev/shm with the host and other containers (--ipc)"
+        unless = "whose processes are not visible: if no run uses it there, rm"
+        detail = f"{found}, that no process visible here maps"
+        return detail, f"{shared}, {unless} {shlex.join(map(str, paths))}"
     if size < GIB:
         return f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy
     return f"/dev/shm holds {size / GIB:.1f} GiB", ""
@@ -246,23 +235,18 @@ def check_shared_memory() -> Finding:
 def check_cores() -> Finding:
     topology = read_topology()
     allowed, warnings = find_allowed(topology)
-    cores = usable_cores(topology, allowed)
-    quota = read_cpu_quota_cores()
-    nodes = {core.node for core in cores}
-    detail = (
-        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(allowed)}), "
-        f"{counted(len(nodes), 'NUMA node')}"
-    )
+    cores, quota = usable_cores(topology, allowed), read_cpu_quota_cores()
+    nodes = counted(len({core.node for core in cores}), "NUMA node")
+    detail = f"{len(cores)} of {len(topology.cores)} cores allowed"
+    detail += f" (CPUs {format_cpulist(allowed)}), {nodes}"
     if quota is not None and quota < len(allowed):
         raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
         limited = f"a quota of {quota:g} cores of CPU time"
         return f"{detail}; {limited}", f"plans use no more cores than the quota; {raised}"
     if warnings:
         return f"{detail}; {warnings[0]}", "see the message"
-    if len(cores) < 2:
-        shares = "PyTorch and the optimizer share one core"
-        return detail, f"{shares}: give the job at least two per rank"
-    return detail, ""
+    shared = "PyTorch and the optimizer share one core: give the job at least two per rank"
+    return detail, shared if len(cores) < 2 else ""
 
 
 def check_binding() -> Finding:
@@ -278,11 +262,9 @@ def check_binding() -> Finding:
         allow = "allow it in the seccomp profile; until then, training runs unbound"
         return f"the kernel refuses sched_setaffinity: {error}", allow
     if not can_set_memory_policy():
-        return (
-            "masks can be set, but the memory policy cannot",
-            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first "
-            "touch places memory",
-        )
+        remedy = "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp"
+        detail = "masks can be set, but the memory policy cannot"
+        return detail, f"{remedy}; until then, first touch places memory"
     return "masks and memory policy can be set", ""
 
 
@@ -297,8 +279,7 @@ def check_autoload() -> Finding:
         off = f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} disables DSEXT_AUTOLOAD=1"
         return off, "unset it, or call enable(), or start with deepspeed-ext run"
     if not entry_points(group="torch.backends", name="deepspeed_ext"):
-        off = "off: this installation has no entry point for torch"
-        return off, "reinstall deepspeed_ext", PROBLEM
+        return "off: this installation lacks our entry point", "reinstall deepspeed_ext", PROBLEM
     return "on: every import of DeepSpeed enables the extension", ""
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import runpy
-import select
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = commands.get(arguments.verb, _prepare_run)(arguments)
         sys.stdout.flush()
-    except BrokenPipeError as error:
-        return EXIT_UNREAD if _give_up_output() else _report_error(arguments, error, EXIT_PROBLEM)
+    except BrokenPipeError:  # otherwise Python would flush again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
     except (ConfigError, UnsupportedError, ValueError) as error:
         return _report_error(arguments, error, EXIT_BAD_INPUT)
     except ModuleNotFoundError as error:
@@ -59,17 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.verb == "run":  # errors of the script are not ours to report
         runpy.run_path(arguments.script, run_name="__main__")
     return status
-
-
-def _give_up_output() -> bool:
-    """Return whether the reader of stdout has gone; if so, drop the remaining output."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    if not any(events & select.POLLERR for _, events in output.poll(0)):
-        return False
-    # otherwise Python would flush again at exit
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:

@@ -28,7 +28,7 @@ from deepspeed_ext.runtime.process import python_command
 
 __all__ = ["CHECKS", "MARK", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
 
-CHECKS = ("initialize", "training", "weights", "resume", "worker's death")
+CHECKS = ("training", "resume", "worker's death")
 PLAN = "plan.json"
 """File with the config of the check and its number of steps, in the folder of the check."""
 MARK = "DSEXT_VERIFY"
@@ -47,15 +47,6 @@ ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 SCHEDULE = {"warmup_min_lr": 0.0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0}
 AUTO: dict[str, Any] = {**ADAMW, **SCHEDULE, "total_num_steps": 1000, "bf16.enabled": True}
 """What the Hugging Face Trainer fills in for "auto"; other fields get DeepSpeed's default."""
-REFUSALS = {
-    "ValueError",
-    "TypeError",
-    "KeyError",
-    "AssertionError",
-    "NotImplementedError",
-    "DeepSpeedConfigError",
-}
-"""Exceptions with which DeepSpeed and this package refuse a config."""
 
 
 class Report(NamedTuple):
@@ -97,7 +88,7 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
     config, count = read_json(arguments.config), 0
     if get_accelerator().device_name() != "cpu":
         count = get_accelerator().device_count()
-    if arguments.ranks is not None and 0 < count < arguments.ranks:
+    if 0 < count < (arguments.ranks or 0):
         has = f"this machine has {counted(count, 'accelerator')}, and each rank needs one"
         raise ConfigError(f"--ranks {arguments.ranks}: {has}")
     report = verify(config, arguments.ranks or count or 2, arguments.steps, arguments.timeout)
@@ -119,18 +110,14 @@ def checked_config(
     changes: list[str] = []
     config = _filled(user, "", changes) | {"steps_per_print": 10**9}
     sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    total, step = (
-        count_in(user, "train_batch_size"),
-        math.prod(count_in(user, n) or 1 for n in sizes),
-    )
+    total = count_in(user, "train_batch_size")
+    step = math.prod(count_in(user, name) or 1 for name in sizes)
     if (total or step) % step:
-        raise ConfigError(
-            f"train_batch_size {total} is not a multiple of {' x '.join(sizes)} = {step}"
-        )
+        names = " x ".join(sizes)
+        raise ConfigError(f"train_batch_size {total} is not a multiple of {names} = {step}")
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
-        raise ConfigError(
-            "set train_batch_size or train_micro_batch_size_per_gpu: DeepSpeed needs one"
-        )
+        needs = "train_batch_size or train_micro_batch_size_per_gpu"
+        raise ConfigError(f"set {needs}: DeepSpeed needs one")
     for name, default in sizes.items():
         config[name] = min(count_in(user, name) or default, MOST_BATCH)
         if config[name] != user.get(name):
@@ -198,11 +185,11 @@ def verify(
     Raises:
         ConfigError: DeepSpeed or this package refuses the config.
     """
-    came, processes, why = list[int](), list[Any](), ""
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, frame: came.append(number))
+            signal.signal(number, _leave)
+    processes, why = list[Any](), ""
     try:
         with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -212,22 +199,24 @@ def verify(
                 for rank in range(ranks):
                     with (folder / f"{rank}.log").open("wb") as log:
                         processes.append(start(folder, _environment(folder, rank, ranks), log))
-                why = _wait(folder, processes, limit_seconds, came)
+                why = _wait(folder, processes, limit_seconds)
                 statuses = [process.poll() for process in processes]
             finally:
                 why = _end(folder, processes) or why
-            checks = {} if came else _merged(folder, statuses, why)
+            checks = _merged(folder, statuses, why)
             logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-    if came:
-        raise SystemExit(128 + came[0])
     warnings = re.findall(r"\[WARNING\] \[deepspeed_ext\] (.*)", "\n".join(logs))
     report = Report(ranks, steps, changes, checks, list(dict.fromkeys(warnings)), "")
     rank = next((rank for rank, status in enumerate(statuses) if status != 0), 0)
     output = f"output of rank {rank}:\n{logs[rank][-2000:].strip()}"
     return report if report.passed else report._replace(output=output)
+
+
+def _leave(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _environment(folder: Path, rank: int, ranks: int) -> dict[str, str]:
@@ -239,21 +228,20 @@ def _environment(folder: Path, rank: int, ranks: int) -> dict[str, str]:
 
 
 def _results(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank has written so far."""
+    """What a rank has written so far: its verdicts, and whether it refused the config."""
     path = folder / f"{rank}.json"
-    empty = {"stage": CHECKS[0], "checks": {}, "error": []}
-    return empty | (json.loads(path.read_text()) if path.exists() else {})
+    return json.loads(path.read_text()) if path.exists() else {"checks": {}, "refused": False}
 
 
-def _wait(folder: Path, processes: list[Any], limit_seconds: float, came: list[int]) -> str:
-    """Wait until all ranks have ended, or a signal has come; return why they have not ended."""
-    deadline, why, stage = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s", ""
-    while None in (statuses := [process.poll() for process in processes]) and not came:
-        if stage != (reached := _results(folder, 0)["stage"]):
-            stage = reached
-            logger.info(f"verify: {stage}")
-        grace = time.monotonic() + GRACE_SECONDS
-        if (any(statuses) or stage == CHECKS[-1]) and grace < deadline:
+def _wait(folder: Path, processes: list[Any], limit_seconds: float) -> str:
+    """Wait until all ranks have ended; return why they have not."""
+    deadline, why, told = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s", -1
+    while None in (statuses := [process.poll() for process in processes]):
+        if told < (done := len(_results(folder, 0)["checks"])) < len(CHECKS):
+            logger.info(f"verify: {CHECKS[done]}")
+            told = done
+        grace, is_last = time.monotonic() + GRACE_SECONDS, done >= len(CHECKS) - 1
+        if (any(statuses) or is_last) and grace < deadline:
             what = "one of them failed" if any(statuses) else "an optimizer process was killed"
             deadline, why = grace, f"in {GRACE_SECONDS:.0f} s after {what}"
         if time.monotonic() > deadline:
@@ -264,22 +252,20 @@ def _wait(folder: Path, processes: list[Any], limit_seconds: float, came: list[i
 
 def _alive(folder: Path) -> list[psutil.Process]:
     """All processes of a check, also optimizer processes, which have sessions of their own."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            is_ours = process.environ().get(MARK) == str(folder)
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter(["environ", "status"])
+        if (process.info["environ"] or {}).get(MARK) == str(folder)
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _end(folder: Path, processes: list[Any]) -> str:
     """End all processes of a check; say so if some outlived ranks that ended by themselves."""
     deadline = time.monotonic() + END_SECONDS
     have_ended = None not in [process.poll() for process in processes]
-    while have_ended and _alive(folder) and time.monotonic() < deadline:
+    while (left := _alive(folder)) and have_ended and time.monotonic() < deadline:
         time.sleep(0.05)
-    left = _alive(folder)
     for process in (*left, *processes):
         with suppress(psutil.Error):
             process.kill()
@@ -297,21 +283,21 @@ def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tup
         why: what is wrong with how the processes ended; empty: nothing.
 
     Raises:
-        ConfigError: `initialize` refused the config.
+        ConfigError: a rank refused the config.
     """
     results = [_results(folder, rank) for rank in range(len(statuses))]
     checks: dict[str, tuple[str, str]] = {}
     ended = why or f"the ranks ended with the statuses {statuses}"
     for name in CHECKS:
-        verdicts = [result["checks"].get(name) for result in results]
-        wrong = [verdict for verdict in verdicts if verdict and verdict[0] == "FAIL"]
-        if wrong and name == CHECKS[0] and REFUSALS & set(results[0]["error"]):
-            raise ConfigError(f"this config cannot train: {wrong[0][1]}")
-        if wrong or None not in verdicts:
-            checks[name] = tuple(wrong[0] if wrong else verdicts[0])
-        else:
-            reached = any(result["stage"] == name for result in results)
-            checks[name] = ("FAIL", ended) if reached else ("SKIPPED", "the run stopped before")
+        verdicts = [result["checks"].get(name, ["", ""]) for result in results]
+        status, detail = next((each for each in verdicts if each[0] == "FAIL"), min(verdicts))
+        if any(result["refused"] for result in results):
+            raise ConfigError(f"this config cannot train: {detail}")
+        if not status:  # a rank did not come so far
+            status, detail = "SKIPPED", "the run stopped before"
+            if not any(earlier == "FAIL" for earlier, _ in checks.values()):
+                status, detail = "FAIL", ended
+        checks[name] = status, detail
     # after an optimizer process's death, any status may occur
     badly = why or (any(statuses) and checks[CHECKS[-1]][0] == "SKIPPED")
     if badly and all(status != "FAIL" for status, _ in checks.values()):

@@ -41,29 +41,6 @@ def test_reference_explains_every_field() -> None:
             assert field.description, f"{model.__name__}.{name} has no docstring"
 
 
-def test_reference_says_once_what_happens_without_a_field() -> None:
-    lines = [
-        line
-        for line in config_reference.markdown().splitlines()
-        if line.startswith("| `") and "<br>" in line
-    ]
-    fields = [line for line in lines if "[section](" not in line]
-    assert not [line for line in fields if "default: none" in line]
-    assert not [line for line in fields if "default: `" in line and "not given*:" in line.lower()]
-    assert [
-        line
-        for line in fields
-        if line.startswith("| `update_interval`") and "default: see *Not given*" in line
-    ]
-
-
-def test_schema_gives_no_default_that_the_text_contradicts() -> None:
-    schema = json.loads(config_reference.json_schema())
-    zenflow = schema["$defs"]["ZenFlowConfig"]["properties"]
-    assert "default" not in zenflow["full_warm_up_rounds"]
-    assert not SET_AT_RUN_TIME & set(zenflow)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_config_is_valid_and_documented(path: Path) -> None:
     zero = json.loads(path.read_text())["zero_optimization"]

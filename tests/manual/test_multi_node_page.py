@@ -31,19 +31,6 @@ def test_every_command_of_the_page_has_a_marker() -> None:
     )
 
 
-def test_a_recipe_with_a_file_on_each_node() -> None:
-    text = (
-        "<!-- file: a.txt of x -->\n```\nnode1\n```\n<!-- recipe: x, on each node "
-        "-->\n```bash\nrun a.txt node1\n```\n"
-    )
-    recipe = page.recipes(text)["x"].with_replaced({"node1": "127.0.0.2"})
-    assert recipe == page.Recipe("x", "run a.txt 127.0.0.2\n", True, {"a.txt": "127.0.0.2\n"})
-    with pytest.raises(ValueError, match="expected a new name"):
-        page.recipes(text + "<!-- recipe: x -->\n```\n```\n")
-    with pytest.raises(ValueError, match="files of no recipe"):
-        page.recipes("<!-- file: a of y -->\n```\n```\n")
-
-
 @pytest.mark.parametrize("name", ["trainjob.yaml", "skypilot.yaml"])
 def test_cluster_files_say_that_they_were_not_run(name: str) -> None:
     assert "NOT RUN" in (CLUSTER / name).read_text().splitlines()[0]

@@ -50,9 +50,3 @@ def test_the_cells_train_overlap_and_save() -> None:
     assert found["measured"]["zenflow_bytes_down"] > 0
     assert all(name in said for name in SAVED), said
     assert "largest difference" in said
-
-
-def test_the_notebook_is_stored_without_outputs() -> None:
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from deepspeed_ext.commands.memory.ways import READERS, config_of, ways
+from deepspeed_ext.commands.memory.setup import READERS, config_of, ways
 from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
 from tests.support import pages
 from tests.support.page_bodies import (

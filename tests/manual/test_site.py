@@ -4,13 +4,12 @@ mode."""
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
-from tools import architecture, front_picture, serve_site, step_picture
+from tools import architecture, front_picture, step_picture
 
 site = pytest.importorskip(
     "tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it"
@@ -68,14 +67,6 @@ def test_what_a_browser_would_load_from_another_host_is_found(tag: str, is_forei
     assert (site.FOREIGN.search(tag) is not None) == is_foreign
 
 
-def test_a_click_on_a_picture_opens_it() -> None:
-    html = site.on_page_content(
-        '<p><img alt="a" src="design/x.svg" /></p>', page=None, config=None, files=None
-    )
-    assert '<a class="figure" href="design/x.svg"' in html
-    assert html.endswith('><img alt="a" src="design/x.svg" /></a></p>')
-
-
 def test_the_picture_of_measured_steps_is_current() -> None:
     assert step_picture.PICTURE.read_text() == step_picture.picture(), "run `make docs`"
 
@@ -98,12 +89,3 @@ def test_the_front_picture_is_current_and_names_nothing_of_the_code() -> None:
     words = {word for line in re.findall(r">([^<]+)</text>", text) for word in line.split()}
     assert len(words) > 10
     assert not words & set(architecture.folders())
-
-
-def test_a_second_server_of_the_site_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert serve_site.main(port) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: port {port} is in use")
-    assert f"make docs-site PORT={port + 1}" in line

@@ -9,14 +9,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -111,21 +109,6 @@ def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
     assert any(line.get("prediction_error", 0) > 0 for line in lines) == (mode == "zenflow")
 
 
-@pytest.mark.parametrize(
-    ("error", "rounding", "says"),
-    [
-        (3.6, 3.6, "normal: nothing to do"),
-        (0.4, 0.001, "normal: nothing to do"),
-        (0.9, 0.1, "high: if the loss suffers, set"),
-        (1.2, 0.1, "too much: ZenFlow's guard"),
-    ],
-)
-def test_the_error_of_the_prediction_has_a_verdict(
-    error: float, rounding: float, says: str
-) -> None:
-    assert says in example().verdict(error, rounding)
-
-
 def interrupted(folder: str, *flags: str) -> tuple[float | None, str]:
     """Train, with a signal to the last rank in the second step; returns what the run returns, and
     what it prints."""
@@ -156,36 +139,6 @@ def test_a_signal_to_one_rank_saves_all_after_the_same_step(tmp_path: Path) -> N
     _, printed = run_ranks(2, interrupted, folder, "--mode", "zero3", "--resume")[0]
     assert f"resuming {folder} from checkpoint step2, after 2 steps" in printed
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(6))
-
-
-def test_a_run_in_another_thread_goes_on_without_handlers() -> None:
-    """As in Ray Train."""
-    example()
-    interrupts = importlib.import_module("interrupts")
-
-    def received() -> str | None:
-        with interrupts.Interrupts() as entered:
-            return entered.received
-
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(received).result() is None
-
-
-class Unread(io.StringIO):
-    """What `tee` leaves behind when Ctrl-C has ended it, too."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-def speaks_to_nobody() -> str:
-    with redirect_stdout(Unread()):
-        example().say("step 1")
-    return "goes on"
-
-
-def test_nobody_needs_to_read_what_a_run_prints() -> None:
-    assert run_ranks(1, speaks_to_nobody) == ["goes on"]
 
 
 def handlers() -> list[str]:
@@ -281,24 +234,6 @@ def test_the_command_that_continues_is_the_one_that_was_given(
         assert importlib.import_module("folder").command("--resume") == expected
 
 
-def test_a_worker_of_ray_names_the_command_that_started_ray(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    example()
-    absent = dict.fromkeys(("ray", "ray.train", "ray.train.torch", "train"), MagicMock())
-    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--worker-id=7"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("STARTED_BY", "")  # to be taken back
-    monkeypatch.delenv("MADE_BY", raising=False)
-    monkeypatch.chdir(tmp_path)
-    given = ["examples/ray_train.py", "--workers", "2", "--steps", "9"]
-    with patch.dict(sys.modules, absent):
-        work = importlib.import_module("ray_train").work
-        work({"started_in": ".", "folder": ".", "command": given, "arguments": given[3:]})
-    command = importlib.import_module("folder").command("--resume")
-    assert command == "python examples/ray_train.py --workers 2 --steps 9 --resume"
-
-
 def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
     ranks = ["bash", "-c", "trap '' TERM; sleep 1000 & echo up; wait; wait"]
     code = f"import sys; from tools.launch import Job; sys.exit(Job({ranks!r}, None).wait())"
@@ -362,60 +297,3 @@ def test_ranks_are_started_with_deepspeeds_launcher(
     count, device = (str(accelerators), None) if accelerators else ("2", "cpu")
     command = ["deepspeed.launcher.runner", "--log_level", "error", "--num_accelerators", count]
     assert started == [([*command, "train.py", "--mode", "zero2"], device)]
-
-
-@pytest.mark.full  # the two above, and a signal to a rank
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(
-    ranks: int, tmp_path: Path
-) -> None:
-    """As `make train` runs it: Ctrl-C reaches the command only, which ends the ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "MADE_BY": "make train",
-    }
-    environment.pop("DS_ACCELERATOR", None)
-    command = [
-        sys.executable,
-        "-m",
-        "tools.launch",
-        str(ranks),
-        "--master_port",
-        port,
-        "examples/train.py",
-        *SMALL,
-    ]
-    command += ["--steps", "100000", "--output", str(tmp_path / "run")]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as job:
-        try:
-            lines = []
-            for line in job.stdout:
-                lines.append(line)
-                if line.startswith("step 1/"):
-                    job.send_signal(signal.SIGINT)
-            status = job.wait(timeout=200)
-        finally:
-            job.terminate()
-    log = "".join(lines)
-    assert status == 130, log
-    assert "saved after step" in log
-    assert "make train ARGS='" in log.splitlines()[-1]
-    assert "Traceback" not in log
-    assert "FutureWarning" not in log
-    assert "Setting accelerator" not in log
-    assert log.count("must share a core") <= 1
-    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-    saved = (tmp_path / "run" / "latest").read_text()
-    assert saved == f"step{len(losses(tmp_path / 'run'))}"

@@ -36,10 +36,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
-from deepspeed_ext.commands.memory.config_file import read_config
-from deepspeed_ext.commands.memory.model import typical_largest
+from deepspeed_ext.commands.memory.model import typical
 from deepspeed_ext.commands.memory.plan import plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Place
 from tests.perf import card, decoder_rank, report
@@ -219,11 +218,11 @@ def planned(way: Way, parameters: int) -> dict[str, float]:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(way.config, file)
             file.flush()
-            setup = read_config(file.name, 1).setup
+            setup, *_ = read_config(file.name, 1)
     except ConfigError:
         return {}
     plan = plan_memory(
-        Model(parameters, typical_largest(parameters), "bfloat16"), Ranks(1, 1), setup
+        Model(parameters, typical(parameters).largest, "bfloat16"), Machine(1, 1), setup
     )
     return {
         "planned device GiB": plan.peak(Place.ACCELERATOR) / GIB,

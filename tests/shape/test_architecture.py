@@ -176,7 +176,7 @@ def test_no_class_has_many_public_methods() -> None:
 
 
 WIDE_RECORDS = {
-    *(f"commands.memory.{name}" for name in ("fit.Question", "model.Shape")),
+    *(f"commands.memory.{name}" for name in ("model.Machine", "model.Shape")),
     "commands.memory.setup.Setup",
     "checkpoint.zenflow_state.SavedState",
     "cores.plan.RankPlan",

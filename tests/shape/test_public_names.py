@@ -56,7 +56,7 @@ COMMANDS = {
     "doctor": "--help --json",
     "plan": "--all --allowed --card --config --dtype --for --fused-loss --gpu-gb --gpu-node "
     "--gpus --gpus-per-host --help --host --host-gb --host-gbps --json --keep-activations "
-    "--largest-param --link-gbps --memory --model --on-cpu --optimizer-cores --params "
+    "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --seq-len --tflops --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout",

@@ -8,7 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.commands.memory.setup import Machine, Model, Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
@@ -24,7 +24,7 @@ def model_of(params: int, dtype: str = "bfloat16") -> Model:
 def planned(setup: Setup, params: int, ranks: int = 1, dtype: str = "bfloat16") -> MemoryPlan:
     """The plan of a drawn run, if its section allows one."""
     try:
-        return plan_memory(model_of(params, dtype), Ranks(ranks, ranks), setup)
+        return plan_memory(model_of(params, dtype), Machine(ranks, ranks), setup)
     except ValueError:  # Lion has fewer intervals, and an open interval may contradict a section
         assume(False)
         raise

@@ -29,10 +29,8 @@ from torch import nn
 from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.commands.memory.config_file import read_config
-from deepspeed_ext.commands.memory.model import read_shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
@@ -201,17 +199,12 @@ def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> d
     return config
 
 
-def measure(config: dict[str, Any], model: str | None = None) -> Measured:
-    """Body of a rank: build an engine, train some steps and save.
-
-    Args:
-        config: DeepSpeed's.
-        model: a Hugging Face ``config.json`` of a language model; None: `Layers`.
-    """
+def measure(config: dict[str, Any]) -> Measured:
+    """Body of a rank: build an engine, train some steps and save."""
     gc.collect()
     # 16 Ki would count in so small a model, and chunks of 16 Mi would be all of it.
     with patch.object(probe, "SAMPLE_NUMEL", 1 << 10), in_proportion():
-        return _measure(config, model)
+        return _measure(config)
 
 
 def measure_state(config: dict[str, Any]) -> Measured:
@@ -235,23 +228,9 @@ def in_proportion() -> AbstractContextManager[Any]:
     return patch.object(chunks, "CHUNK_NUMEL", 1 << 12)
 
 
-class OfConfig(nn.Module):
-    """The loss of the language model that a ``config.json`` describes, for a few tokens."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        tokens = (rows[:, :4].abs().float() * 100).long()
-        return self.model(tokens, labels=tokens, use_cache=False).loss
-
-
-def _measure(config: dict[str, Any], model: str | None) -> Measured:
+def _measure(config: dict[str, Any]) -> Measured:
     accelerator, found = get_accelerator(), Measured()
-    module = (Layers() if model is None else OfConfig(model)).to(torch.bfloat16)
+    module = Layers().to(torch.bfloat16)
     meter = HostBytes(module)
     accelerator.synchronize()
     start = accelerator.memory_allocated()
@@ -346,29 +325,25 @@ def _save(engine: Any, folder: str) -> None:
     gc.collect()  # DeepSpeed's copy of the module is part of a reference cycle
 
 
-def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> MemoryPlan:
+def planned(config: dict[str, Any], ranks: int) -> MemoryPlan:
     """The plan for a run of `measure`."""
-    params, most = PARAMS, LARGEST
-    if model is not None:
-        _, shape, _ = read_shape(model)
-        params, most = shape.params, shape.largest
     with tempfile.TemporaryDirectory(prefix="dsext-memory-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        found = read_config(str(path), ranks)
+        setup, dtype, _ = read_config(str(path), ranks)
     with in_proportion():
         # the simulated accelerator allocates what is asked for
-        setup = replace(found.setup, rounds_pinned=False)
-        return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), setup)
+        setup = replace(setup, rounds_pinned=False)
+        plan = plan_memory(Model(PARAMS, LARGEST, dtype), Machine(ranks, ranks), setup)
+        assert plan.parts  # laid out here, in small chunks
+        return plan
 
 
-def compared(
-    config: dict[str, Any], ranks: int, model: str | None = None
-) -> dict[tuple[Place, Phase], tuple[int, int]]:
+def compared(config: dict[str, Any], ranks: int) -> dict[tuple[Place, Phase], tuple[int, int]]:
     """Planned and measured bytes of the rank that holds the most, on the simulated accelerator."""
-    plan = planned(config, ranks, model)
+    plan = planned(config, ranks)
     measured: list[Measured] = run_ranks(
-        ranks, measure, config, model, device="sim", pool=f"memory plan {ranks}"
+        ranks, measure, config, device="sim", pool=f"memory plan {ranks}"
     )
     found = {}
     for phase in Phase:

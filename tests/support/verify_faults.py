@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import deepspeed
 import psutil
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
@@ -30,15 +29,14 @@ PARAMETER = "up.bias"
 STEP = 2
 """The step of a fault, from 0."""
 FAULTS = {
-    "one bit": "initialize",
     "gradient of a step": "training",
     "gradients twice": "training",
     "step twice": "training",
     "raises": "training",
     "dies": "training",
     "hangs": "training",
-    "stale weight": "weights",
-    "stale weight on a rank": "weights",
+    "stale weight": "training",
+    "stale weight on a rank": "training",
     "not loaded": "resume",
     "no optimizer state": "resume",
     "a moment": "resume",
@@ -67,13 +65,6 @@ class Faulty(verify_rank.Rank):
         for parameter in parameters.values() if "gradients twice" in self.faults else ():
             parameter.register_hook(lambda gradient: 2 * gradient)
         super().make_engine(model)
-        if self.engines == 1 and "one bit" in self.faults:
-            weight = dict(self.engine.module.named_parameters())[PARAMETER]
-            gathered = deepspeed.zero.GatheredParameters(
-                [weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")
-            )
-            with gathered, torch.no_grad():
-                weight.view(-1)[:1].view(torch.int16).add_(1)
 
     def _dropped(self, gradient: torch.Tensor) -> torch.Tensor:
         step = self.micro_steps // self.config["gradient_accumulation_steps"]

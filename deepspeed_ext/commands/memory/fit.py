@@ -1,37 +1,34 @@
-"""Answers whether a model fits a machine, how to train it best, and what is missing. Pure
-functions."""
+"""Answers whether a model fits a machine, how long a step takes, how to train it best, and what is
+missing. Pure functions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from deepspeed_ext.commands.memory.machine import Machine, lanes_on
-from deepspeed_ext.commands.memory.model import Shape, typical
-from deepspeed_ext.commands.memory.plan import Capacity, MemoryPlan, added_up, plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
-from deepspeed_ext.commands.memory.ways import inexactness, name_of, ways
+from deepspeed_ext.commands.memory.model import GIB, Machine, Model, Shape
+from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
+from deepspeed_ext.commands.memory.setup import Setup, inexactness, name_of, ways
 from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
 
 __all__ = [
+    "Fit",
     "GPU_RESERVE",
     "HOST_RESERVE",
-    "RANK_RESERVE",
-    "Fit",
     "Question",
+    "RANK_RESERVE",
     "faster",
     "fits",
-    "largest",
+    "lanes_on",
     "nearest",
     "suggested",
 ]
 
-_GIB = 1 << 30
-GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 4 * _GIB, 2 * _GIB
+GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 4 * GIB, 2 * GIB
 """Bytes that stay free: per GPU for its context, collectives and fragmentation; per host for the
 system and its kernel; per rank for libraries (1.2 GiB on an H100, docs/results/gpu.md) and data."""
 SAME_TIME = 0.85
@@ -49,56 +46,67 @@ class Question:
     Attributes:
         shape: the model's.
         model: its parameters.
-        ranks: GPUs, and how many share a host.
-        capacity: memory of a GPU and of a host, as far as it is known.
         tokens: tokens per GPU and optimizer step.
         sequence: tokens per GPU and micro-step, whose activations count.
+        recomputed: activations are recomputed in backward.
         fused_loss: the loss makes no logits of all tokens at once (Liger's kernel).
     """
 
     shape: Shape
     model: Model
-    ranks: Ranks
-    capacity: Capacity
     machine: Machine
     tokens: int = 8192
     sequence: int = 4096
+    recomputed: bool = True
     fused_loss: bool = False
 
     @property
     def activations(self) -> int:
-        """Bytes of activations of a GPU, recomputed or not as the machine's operations count."""
-        return self.shape.activation_bytes(
-            self.sequence,
-            self.model.itemsize,
-            recomputed=self.machine.per_token == Machine.per_token,
-            fused_loss=self.fused_loss,
-        )
+        """Bytes of activations of a GPU."""
+        how = {"recomputed": self.recomputed, "fused_loss": self.fused_loss}
+        return self.shape.activation_bytes(self.sequence, self.model.itemsize, **how)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of a forward: two operations per parameter and token."""
+        return 2 * self.shape.active * self.tokens / self.machine.flops
 
     @property
     def compute(self) -> float:
-        """Seconds of forward and backward."""
-        return self.machine.seconds(self.shape.active, self.tokens)
+        """Seconds of forward and backward, which is two forwards, or three that recompute."""
+        return (4 if self.recomputed else 3) * self.forward
+
+
+def lanes_on(plan: MemoryPlan) -> Lanes:
+    """How long the optimizer's chain takes on the plan's machine, and how much of it a step can
+    hide.
+
+    Weights on the host are fetched twice beside forward and backward. ZeRO-Offload converts
+    gradients to fp32 before they go down, which alone it hides, during backward; Adam's pass, which
+    reads p, m, v and the gradient and writes p, m, v, and the weights' way up follow.
+    """
+    setup, item, machine = plan.setup, plan.model.itemsize, plan.machine
+    numel, link = setup.partition_numel(plan.model, machine), machine.link
+    on_host = setup.weights is Place.HOST
+    fetched = 2 * setup.accumulation * on_host * item * numel / link
+    if plan.zenflow is not None:
+        lanes = lanes_of(plan.zenflow, Speeds(link, machine.host_of_rank))
+        hides = plan.zenflow.rule.overlapped
+        return replace(lanes, beside=max(lanes.beside, fetched)) if hides else lanes
+    if not setup.offload:
+        return Lanes(0.0, 0.0, 0.0, 0.0, fetched)
+    copied = 4 + item if item < 4 else 0
+    down, up = 4 * numel / link, item * numel / link
+    passed = (7 * 4 + copied) * numel / machine.host_of_rank
+    return Lanes(down, up, passed, passed + (0.0 if on_host else up), max(down, fetched))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to train on one machine.
+    """One way to train on one machine, and its memory."""
 
-    Attributes:
-        plan: its memory.
-        waits, seconds: what a step waits for the optimizer, and a whole step.
-        needed: bytes of a GPU with activations, and of a host with all its ranks.
-        left: by place, bytes left beside the reserve; empty: the machine is not known.
-        missing: missing fraction of a GPU's memory plus that of a host's.
-    """
-
+    question: Question
     plan: MemoryPlan
-    waits: float
-    seconds: float
-    needed: dict[Place, int]
-    left: dict[Place, int]
-    missing: float
 
     @property
     def setup(self) -> Setup:
@@ -110,10 +118,48 @@ class Fit:
         """The way, with its stage."""
         return f"stage {self.setup.stage}, {name_of(self.setup, self.plan.zenflow)}"
 
+    @cached_property
+    def waits(self) -> float:
+        """Seconds of a step in which it waits for the optimizer."""
+        forward = self.question.forward
+        return lanes_on(self.plan).waits(forward, self.question.compute - forward)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a whole step."""
+        return self.question.compute + self.waits
+
+    @cached_property
+    def needed(self) -> dict[Place, int]:
+        """Bytes of a GPU, with activations in forward and backward, and of a host with all its
+        ranks."""
+        there = Place.ACCELERATOR
+        in_backward = self.plan.nbytes(there, Phase.BACKWARD) + self.question.activations
+        gpu = max(self.plan.peak(there), in_backward)
+        return {there: gpu, Place.HOST: self.plan.host_peak()}
+
+    @cached_property
+    def _sizes(self) -> dict[Place, int]:
+        machine = self.question.machine
+        of_all = {Place.ACCELERATOR: machine.gpu_bytes, Place.HOST: machine.host_bytes}
+        return {place: size for place, size in of_all.items() if size is not None}
+
+    @property
+    def left(self) -> dict[Place, int]:
+        """By place, bytes left beside the reserve; empty: the machine is not known."""
+        of_host = HOST_RESERVE + self.question.machine.per_host * RANK_RESERVE
+        kept = {Place.ACCELERATOR: GPU_RESERVE, Place.HOST: of_host}
+        return {at: size - kept[at] - self.needed[at] for at, size in self._sizes.items()}
+
     @property
     def short(self) -> list[Place]:
         """The places where memory is missing."""
         return [place for place, nbytes in self.left.items() if nbytes < 0]
+
+    @property
+    def missing(self) -> float:
+        """Missing fraction of a GPU's memory plus that of a host's."""
+        return sum(-self.left[place] / self._sizes[place] for place in self.short)
 
     @property
     def is_tight(self) -> bool:
@@ -125,53 +171,31 @@ class Fit:
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
     """Rate all ways on this machine, or only `setups`. If a run puts gradients on the host by
     itself, the way that asks for it stands for both."""
-    found = [_fit(question, setup) for setup in (ways() if setups is None else setups)]
+    found = (_fit(question, setup) for setup in (ways() if setups is None else setups))
     return list({fit.name: fit for fit in found}.values())
 
 
 def _fit(question: Question, setup: Setup) -> Fit:
-    model, ranks, capacity = question.model, question.ranks, question.capacity
-    plan = plan_memory(model, ranks, setup, capacity)
-    if plan.zenflow is not None and plan.zenflow.measures_share:
-        plan = added_up(model, ranks, plan.setup, _as_measured(question, plan.setup))
-    lanes = lanes_on(question.machine, model, ranks, plan.setup, plan.zenflow)
-    forward = question.machine.forward * question.compute
-    waits = lanes.waits(forward, question.compute - forward)
-    needed = {Place.ACCELERATOR: _of_gpu(question, plan), Place.HOST: plan.host_peak()}
-    kept = {Place.ACCELERATOR: GPU_RESERVE, Place.HOST: _kept_of_host(ranks)}
-    of_all = {Place.ACCELERATOR: capacity.accelerator, Place.HOST: capacity.host}
-    sizes = {place: size for place, size in of_all.items() if size is not None}
-    left = {place: size - kept[place] - needed[place] for place, size in sizes.items()}
-    missing = sum(-nbytes / sizes[place] for place, nbytes in left.items() if nbytes < 0)
-    return Fit(plan, waits, question.compute + waits, needed, left, missing)
-
-
-def _of_gpu(question: Question, plan: MemoryPlan) -> int:
-    """Bytes of a GPU, with activations in forward and backward."""
-    in_backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + question.activations
-    return max(plan.peak(Place.ACCELERATOR), in_backward)
-
-
-def _kept_of_host(ranks: Ranks) -> int:
-    return HOST_RESERVE + ranks.per_host * RANK_RESERVE
-
-
-def _as_measured(question: Question, setup: Setup) -> ZenFlowPlan:
-    """ZenFlow's plan with the share of the optimizer on the GPU that a run would choose once it has
-    measured its steps, predicted from the assumed speeds."""
-    setup = replace(setup, host_share=1.0)
-    plan = plan_memory(question.model, question.ranks, setup, question.capacity)
-    now, total = plan.zenflow, question.capacity.accelerator
+    """If a run would choose its share of the optimizer on the GPU once it has measured its steps,
+    with the share that the machine's speeds predict."""
+    model, machine = question.model, question.machine
+    fit = Fit(question, plan_memory(model, machine, setup))
+    zenflow, total = fit.plan.zenflow, machine.gpu_bytes
+    if zenflow is None or not zenflow.measures_share:
+        return fit
+    whole = Fit(question, plan_memory(model, machine, replace(fit.setup, host_share=1.0)))
+    now, section = whole.plan.zenflow, setup.zenflow
     assert now is not None
-    assert setup.zenflow is not None
-    if total is None:
-        return now
-    lanes = lanes_on(question.machine, question.model, question.ranks, setup, now)
-    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
-    reserve = max(GPU_RESERVE, round(total * setup.zenflow.offload_reserve_fraction))
-    room = total - reserve - _of_gpu(question, plan)
-    share, _ = chosen_share(now, [(times, least_units(now, room))])
-    return with_host_share(now, share, "predicted from the machine's speeds")
+    assert section is not None
+    if total is not None:
+        lanes = lanes_on(whole.plan)
+        slower_way = max(lanes.down, lanes.up)
+        times = ChainTimes(question.compute, lanes.host, slower_way, _CONTENTION)
+        reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
+        room = total - reserve - whole.needed[Place.ACCELERATOR]
+        share, _ = chosen_share(now, [(times, least_units(now, room))])
+        now = with_host_share(now, share, "predicted from the machine's speeds")
+    return Fit(question, replace(fit.plan, zenflow=now))
 
 
 def _fitting(found: Sequence[Fit]) -> list[Fit]:
@@ -192,11 +216,11 @@ def suggested(found: Sequence[Fit]) -> Fit | None:
 def _simplicity(fit: Fit) -> tuple[float, ...]:
     """Without offload, then with the exact rule, then with weights on the GPU, then at the lower
     stage, then with less of the optimizer on the GPU."""
-    zenflow, plan = fit.setup.zenflow, fit.plan.zenflow
-    is_predicted = zenflow is not None and zenflow.rule != "exact"
+    setup, plan = fit.setup, fit.plan.zenflow
+    is_predicted = setup.zenflow is not None and setup.zenflow.rule != "exact"
+    offloads = setup.offload or setup.zenflow is not None
     moved = 0.0 if plan is None else 1.0 - plan.host_share
-    offloaded = not fit.setup.on_accelerator, is_predicted, fit.setup.offload_param
-    return (*offloaded, fit.setup.stage, moved, fit.seconds)
+    return offloads, is_predicted, setup.offload_param, setup.stage, moved, fit.seconds
 
 
 def faster(found: Sequence[Fit]) -> Fit | None:
@@ -212,24 +236,3 @@ def faster(found: Sequence[Fit]) -> Fit | None:
 def nearest(found: Sequence[Fit]) -> Fit:
     """The way that misses the least memory."""
     return min(found, key=lambda fit: (fit.missing, fit.seconds))
-
-
-def largest(question: Question, setups: Sequence[Setup]) -> tuple[int, Fit] | None:
-    """The most parameters of a typical model that fit this machine in one of these ways, to two
-    digits, and the way; None: not even a millionth of this model's."""
-
-    def tried(params: int) -> Fit | None:
-        shape = typical(params)
-        model = Model(params, min(params, shape.largest), question.model.dtype)
-        return suggested(fits(replace(question, shape=shape, model=model), setups))
-
-    low, high = question.model.params // 10**6, question.model.params
-    if low == 0 or tried(low) is None:
-        return None
-    while high - low > max(1, low // 200):
-        middle = (low + high) // 2 if high < 4 * low else math.isqrt(low * high)
-        low, high = (low, middle) if tried(middle) is None else (middle, high)
-    digits = max(0, len(str(low)) - 2)
-    rounded = low // 10**digits * 10**digits
-    best = tried(rounded)
-    return None if best is None else (rounded, best)

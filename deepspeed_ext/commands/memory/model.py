@@ -1,59 +1,40 @@
-"""Reads the shape of a model from a transformers ``config.json``, as JSON alone, and computes its
-parameters and activations. Pure functions, without torch."""
+"""Models and machines: by name, by a transformers ``config.json``, which is read as JSON alone, or
+by numbers. Pure functions, without torch."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["Model", "Shape", "known", "read_shape", "typical", "typical_largest"]
+__all__ = ["GIB", "Machine", "Model", "Shape", "known", "machine_of", "read_shape", "typical"]
+
+GIB = 1 << 30
 
 MOST_BYTES = 1 << 24
 """Larger than any config.json; a larger file holds weights."""
-_NAMES = {
-    "vocabulary": ("vocab_size",),
-    "width": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv": ("num_key_value_heads", "num_kv_heads"),
-    "head": ("head_dim",),
-    "ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
-    "shared": ("shared_expert_intermediate_size",),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "chosen": ("num_experts_per_tok", "moe_topk"),
-}
-_UNGATED = {"gpt2", "gpt_neox", "opt", "bloom", "phi", "starcoder2"}
-"""Model types whose feed-forward has two matrices; others have three, the third a gate."""
-_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "opt", "bloom", "starcoder2"}
-_BIASED = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
-"""Model types with a tied embedding, and with biases of queries, keys and values, by default."""
-_OTHER = {
-    "kv_lora_rank": "latent attention",
-    "is_encoder_decoder": "an encoder and a decoder",
-    "multi_query": "multi-query attention",
-}
-"""Fields of models that are no plain decoders."""
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
 @cache
 def known() -> dict[str, Any]:
-    """Models, cards and hosts by name, each with its source."""
+    """Models, cards and hosts by name, each with its source; and how a ``config.json`` names what,
+    which model types have no gate, a tied embedding and biases of queries, keys and values by
+    default, and fields of models that are no plain decoders."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text())
     return found
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """The trainable parameters, as one parameter group.
 
     Attributes:
@@ -64,7 +45,7 @@ class Model:
 
     params: int
     largest: int
-    dtype: str
+    dtype: str = "bfloat16"
 
     @property
     def itemsize(self) -> int:
@@ -85,6 +66,7 @@ class Shape:
         experts, chosen: experts per layer, and how many a token is routed to.
         shared: width of a feed-forward that every token takes beside its experts.
         biased: whether queries, keys and values have biases.
+        name: in a few words.
     """
 
     vocabulary: int
@@ -99,6 +81,7 @@ class Shape:
     chosen: int = 1
     shared: int = 0
     biased: bool = False
+    name: str = "A model"
 
     def _elements(self, experts: int) -> int:
         d, matrices = self.width, 3 if self.gated else 2
@@ -152,24 +135,17 @@ class Shape:
 def typical(params: int) -> Shape:
     """A decoder like Llama 3 with at most `params` parameters, or the smallest one: as many layers
     as heads of 128, 12 d^2 parameters per layer, a vocabulary of 128,256, tied if it is small."""
-    is_tied = params < 4 * 10**9
 
     def shape(units: int) -> Shape:
-        width = 64 * units
-        layers, ffn = max(1, width // 128), 8 * width // 3
-        return Shape(128256, width, layers, width, width, ffn, tied=is_tied)
+        width, is_tied = 64 * units, params < 4 * 10**9
+        return Shape(128256, width, max(1, units // 2), width, width, 8 * width // 3, tied=is_tied)
 
     fitting = bisect_right(range(1, 1 << 12), params, key=lambda units: shape(units).params)
     return shape(max(1, fitting))
 
 
-def typical_largest(params: int) -> int:
-    """Elements of the largest parameter of a `typical` model."""
-    return min(params, typical(params).largest)
-
-
-def read_shape(name: str) -> tuple[str, Shape, list[str]]:
-    """A model's name, its shape and notes on it.
+def read_shape(name: str) -> tuple[Shape, list[str]]:
+    """A model's shape, and notes on it.
 
     Args:
         name: one of `known`'s, or the path of a ``config.json`` or of a folder with one.
@@ -179,20 +155,20 @@ def read_shape(name: str) -> tuple[str, Shape, list[str]]:
     """
     models = known()["models"]
     if name.lower() in models:
-        return name, _shape_of(models[name.lower()], name), []
-    described = _object_in(os.path.join(name, "config.json") if os.path.isdir(name) else name)
-    text, notes = described.get("text_config"), []
+        return replace(_shape_of(models[name.lower()], name), name=name), []
+    described, notes = _described(name), []
+    text = described.get("text_config")
     if isinstance(text, dict):
         notes.append("only the language model is counted: what else trains comes on top")
-    else:
-        text = described
     if isinstance(described.get("quantization_config"), dict):
         notes.append("the weights are quantized; counted as if all train, unquantized")
-    return str(described.get("model_type"))[:60], _shape_of(text, name), notes
+    shape = _shape_of(text if isinstance(text, dict) else described, name)
+    return replace(shape, name=str(described.get("model_type"))[:60]), notes
 
 
-def _object_in(file: str) -> dict[str, Any]:
+def _described(name: str) -> dict[str, Any]:
     """The content of a ``config.json``, of which nothing is built."""
+    file = os.path.join(name, "config.json") if os.path.isdir(name) else name
     wrong = "is no JSON object"
     try:
         if os.path.getsize(file) > MOST_BYTES:
@@ -211,16 +187,17 @@ def _object_in(file: str) -> dict[str, Any]:
 
 
 def _shape_of(text: Mapping[str, Any], name: str) -> Shape:
-    for field, what in _OTHER.items():
+    names, families = known()["fields"], known()["families"]
+    for field, what in known()["no_decoders"].items():
         if text.get(field):
             raise ConfigError(f"--model: {name[:200]!r} has {what} ({field}); give --params")
 
     def number(what: str, default: int | None = None) -> int:
-        values = (text.get(field) for field in _NAMES[what])
+        values = (text.get(field) for field in names[what])
         found = [value for value in values if type(value) is int and 0 < value < 2**31]
         if not found and default is None:
             raise ConfigError(
-                f"--model: {name[:200]!r} has no {' or '.join(_NAMES[what])} that is a positive "
+                f"--model: {name[:200]!r} has no {' or '.join(names[what])} that is a positive "
                 "number; give a transformers config.json of a decoder, or --params"
             )
         return found[0] if found else default or 0
@@ -234,10 +211,76 @@ def _shape_of(text: Mapping[str, Any], name: str) -> Shape:
         query=heads * head,
         key=number("kv", heads) * head,
         ffn=number("ffn", 4 * width),
-        gated=kind not in _UNGATED,
-        tied=bool(text.get("tie_word_embeddings", kind in _TIED)),
+        gated=kind not in families["ungated"],
+        tied=bool(text.get("tie_word_embeddings", kind in families["tied"])),
         experts=experts,
         chosen=min(experts, number("chosen", 1)),
         shared=number("shared", 0),
-        biased=bool(text.get("attention_bias", kind in _BIASED)),
+        biased=bool(text.get("attention_bias", kind in families["biased"])),
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and hosts, one data-parallel rank per GPU.
+
+    Attributes:
+        ranks, per_host: GPUs, and how many of them share a host.
+        gpu_bytes, host_bytes: memory of one GPU and of one host; None: not known.
+        link: bytes per second between one GPU and its host, each way, both ways at once.
+        host: bytes per second that passes move in a host's memory, for all its ranks together,
+            while copies run beside them; reads and writes count alike.
+        of_rank: bytes per second of host memory that one rank's cores move at most.
+        flops: floating-point operations per second that a GPU sustains in forward and backward.
+        name: in a few words.
+    """
+
+    ranks: int
+    per_host: int
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    link: float = math.inf
+    host: float = math.inf
+    of_rank: float = math.inf
+    flops: float = math.inf
+    name: str = ""
+
+    @property
+    def host_of_rank(self) -> float:
+        """Bytes per second of a host's memory for each of its ranks."""
+        return min(self.host / self.per_host, self.of_rank)
+
+
+def machine_of(
+    ranks: int,
+    per_host: int,
+    card: str | None = None,
+    host: str | None = None,
+    gpu_bytes: int | None = None,
+    host_bytes: int | None = None,
+) -> Machine:
+    """A machine with the speeds of a named card and host.
+
+    Args:
+        card: a name of `known`, whose memory counts if no `gpu_bytes` are given; None: the speeds
+            of the smallest card with so many bytes, or of an H100.
+        host: a name of `known`; None: the card's usual one.
+    """
+    cards = known()["cards"]
+    names = sorted(cards, key=lambda name: (cards[name]["gib"], cards[name]["tflops"]))
+    fitting = [n for n in names if cards[n]["gib"] * GIB >= (gpu_bytes or 0) and n != "rtx3090"]
+    of_card = cards[card or ("h100" if gpu_bytes is None else [*fitting, names[-1]][0])]
+    of_host = known()["hosts"][host or of_card["host"]]
+    if gpu_bytes is None and card is not None:
+        gpu_bytes = of_card["gib"] * GIB
+    return Machine(
+        ranks,
+        per_host,
+        gpu_bytes,
+        host_bytes,
+        link=of_card["link_gbps"] * 1e9,
+        host=of_host["gbps"] * 1e9,
+        of_rank=of_host["of_rank_gbps"] * 1e9,
+        flops=of_card["tflops"] * 1e12,
+        name=f"{of_card['name']}; {of_host['name']}",
     )

@@ -15,12 +15,12 @@ from deepspeed_ext.commands.memory.fit import (
     Question,
     faster,
     fits,
-    largest,
     nearest,
     suggested,
 )
+from deepspeed_ext.commands.memory.model import GIB
 from deepspeed_ext.commands.memory.plan import PLACES
-from deepspeed_ext.commands.memory.ways import (
+from deepspeed_ext.commands.memory.setup import (
     config_of,
     cost_of,
     inexactness,
@@ -34,46 +34,38 @@ from deepspeed_ext.zenflow.plan.places import Place
 __all__ = ["as_json", "as_text", "phases_text"]
 
 SCHEMA = 3
-_GIB = 1 << 30
 _NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
 _COLUMNS = ("GPU GiB", "host GiB", "step s", "waits s")
 
 
 def as_text(
-    name: str,
-    assumed: str,
-    question: Question,
-    found: Sequence[Fit],
-    notes: Sequence[str] = (),
-    *,
-    all_ways: bool = False,
+    question: Question, found: Sequence[Fit], notes: Sequence[str] = (), *, all_ways: bool = False
 ) -> str:
     """The report.
 
     Args:
-        name, assumed: the model, and the machine, in a few words.
         found: every way, or the one that a config names.
         notes: remarks on the model.
         all_ways: a line for each way, instead of one for the best with each kind of moments.
     """
-    machine, ranks = question.machine, question.ranks
+    model, machine = question.model, question.machine
     shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)
     width = max(len(_row_name(fit)) for fit in shown)
-    recomputed = "recomputed" if machine.per_token > 6 else "kept"
-    loss = "all logits at once"
-    if question.fused_loss:
-        loss = "a fused loss (Liger's, use_liger_kernel)"
+    recomputed = "recomputed" if question.recomputed else "kept"
+    fused = "a fused loss (Liger's, use_liger_kernel)"
+    loss = fused if question.fused_loss else "all logits at once"
+    kept = [size // GIB for size in (GPU_RESERVE, HOST_RESERVE, RANK_RESERVE)]
     lines = [
         *answer(question, found),
         "",
-        f"{name}: {question.model.params:,} parameters in {question.model.dtype}, vocabulary of "
-        f"{question.shape.vocabulary:,}; {counted(ranks.count, 'GPU')}, {ranks.per_host} per host.",
-        f"Assumed: {assumed}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s each "
-        f"way, {machine.host_of(ranks) / 1e9:.0f} GB/s of host memory per GPU.",
+        f"{question.shape.name}: {model.params:,} parameters in {model.dtype}, vocabulary of "
+        f"{question.shape.vocabulary:,}; {counted(machine.ranks, 'GPU')}, {machine.per_host} per "
+        "host.",
+        f"Assumed: {machine.name}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s "
+        f"each way, {machine.host_of_rank / 1e9:.0f} GB/s of host memory per GPU.",
         f"Activations: {_gib(question.activations)} GiB of {question.sequence:,} tokens, "
         f"{recomputed}, {loss}.",
-        f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host "
-        f"and {RANK_RESERVE / _GIB:g} for each of its ranks.",
+        "Kept free: {} GiB of a GPU, {} GiB of a host and {} for each of its ranks.".format(*kept),
         *(f"note: {note}" for note in notes),
         "",
         f"{'stage, run':<{width}}{''.join(f'{column:>12}' for column in _COLUMNS)}   fits",
@@ -98,17 +90,17 @@ def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
 
 def answer(question: Question, found: Sequence[Fit]) -> list[str]:
     """Whether the model fits, and how; what to write, and what it costs."""
-    if question.capacity.accelerator is None:
+    if question.machine.gpu_bytes is None:
         return ["Does it fit? Add --card (or --gpu-gb) and --host-gb, as vendors write them."]
     best = suggested(found)
     if best is None:
         return _miss(question, found)
-    left = [f"{_gib(nbytes)} GiB of the {_NAMES[at]}" for at, nbytes in best.left.items()]
+    left = " and ".join(f"{_gib(size)} GiB of the {_NAMES[at]}" for at, size in best.left.items())
     lines = [
         f"It fits{' barely' if best.is_tight else ''}: {best.name}, {best.seconds:,.2f} s a step. "
-        f"Left: {' and '.join(left)} beside what is kept free."
+        f"Left: {left} beside what is kept free."
     ]
-    if question.capacity.host is None:
+    if question.machine.host_bytes is None:
         lines.append("The host's memory is not known: add --host-gb.")
     if len(found) > 1:
         lines.append(f'Write "zero_optimization": {json.dumps(zero_section(best.setup))}')
@@ -117,25 +109,18 @@ def answer(question: Question, found: Sequence[Fit]) -> list[str]:
     if (other := faster(found)) is not None:
         cost = cost_of(other.setup) or "none"
         lines.append(f"Faster: {other.name}, {other.seconds:,.2f} s; cost in loss {cost}.")
-    return lines + _of_stage_3(question, best)
-
-
-def _of_stage_3(question: Question, best: Fit) -> list[str]:
-    """A line if the exact rule hides at stage 3 what every step waits for at stage 2."""
     zenflow = best.setup.zenflow
     if zenflow is None or best.setup.partitions_weights or best.waits == 0:
-        return []
-    given = zenflow.model_dump(exclude_unset=True)
-    exact = type(zenflow)(**given | {"update_rule": "exact"})
+        return lines
+    exact = zenflow.model_copy(update={"update_rule": "exact"})
     setup = replace(best.setup, stage=3, zenflow=exact, gathers_on_save=True, flatten_tier=None)
     (other,) = fits(question, [setup])
-    gained = best.seconds - other.seconds
-    if other.short or gained <= 0:
-        return []
-    return [
-        f'Stage 3 with "update_rule": "exact" hides {gained * 1e3:,.0f} ms of the '
-        f"{best.waits * 1e3:,.0f} ms that every step waits at stage 2."
-    ]
+    if not other.short and (gained := best.seconds - other.seconds) > 0:
+        lines.append(
+            f'Stage 3 with "update_rule": "exact" hides {gained * 1e3:,.0f} ms of the '
+            f"{best.waits * 1e3:,.0f} ms that every step waits at stage 2."
+        )
+    return lines
 
 
 def _miss(question: Question, found: Sequence[Fit]) -> list[str]:
@@ -147,7 +132,7 @@ def _miss(question: Question, found: Sequence[Fit]) -> list[str]:
             "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
             f"{fused.name}."
         )
-    room = (question.capacity.accelerator or 0) - GPU_RESERVE - question.activations
+    room = (question.machine.gpu_bytes or 0) - GPU_RESERVE - question.activations
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [
@@ -155,15 +140,11 @@ def _miss(question: Question, found: Sequence[Fit]) -> list[str]:
         for name, nbytes in needs.items()
     ]
     lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")
-    if len(found) > 1 and (most := largest(question, setups)) is not None:
-        params, how = most
-        size = f"{params / 1e9:,.2g} billion parameters"
-        lines.append(f"The largest model that fits has about {size}: {how.name}.")
     return lines
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / _GIB:,.1f}"
+    return f"{nbytes / GIB:,.1f}"
 
 
 def _line(fit: Fit, width: int) -> str:
@@ -181,7 +162,7 @@ def _row_name(fit: Fit) -> str:
 
 def _missing(fit: Fit) -> str:
     """What is missing, rounded up, so that it is never 0."""
-    tenths = {place: -(10 * left // _GIB) for place, left in fit.left.items() if left < 0}
+    tenths = {place: -(10 * fit.left[place] // GIB) for place in fit.short}
     short = (f"{_NAMES[place]} {tenth / 10:,.1f}" for place, tenth in tenths.items())
     return f"{', '.join(short)} GiB short"
 
@@ -203,8 +184,7 @@ def phases_text(fit: Fit) -> str:
         if place is Place.HOST:
             rows["of it page-locked"] = [fit.plan.page_locked(phase) for phase in Phase]
         for title, sizes in rows.items():
-            cells = "".join(f"  {nbytes / _GIB:>20,.2f}" for nbytes in sizes)
-            lines.append(f"{title:<36}{cells}")
+            lines.append(f"{title:<36}{''.join(f'  {size / GIB:>20,.2f}' for size in sizes)}")
     return "\n".join(lines)
 
 
@@ -216,8 +196,8 @@ def as_json(question: Question, found: Sequence[Fit], notes: Sequence[str]) -> d
         "parameters": model.params,
         "largest_parameter": model.largest,
         "dtype": model.dtype,
-        "ranks": question.ranks.count,
-        "ranks_per_host": question.ranks.per_host,
+        "ranks": question.machine.ranks,
+        "ranks_per_host": question.machine.per_host,
         "activation_bytes": question.activations,
         "assumed": {
             "link_bytes_per_second": machine.link,

@@ -1,38 +1,48 @@
-"""Describes the settings that determine a run's memory. Plain values, without torch and
-DeepSpeed."""
+"""What determines a run's memory: its settings, read from a DeepSpeed config file or listed as the
+ways to train, and written as a config. Plain values; only `read_config` imports DeepSpeed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from deepspeed_ext.adapter.buffers import START_ALIGNMENT
-from deepspeed_ext.commands.memory.model import Model
+from deepspeed_ext.commands.memory.model import Machine, Model
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
+from deepspeed_ext.config.file import count_in, read_json, section_of
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts, reducing_bytes
-from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage"]
+__all__ = [
+    "MOMENTS",
+    "Machine",
+    "Model",
+    "READERS",
+    "Reader",
+    "Run",
+    "Setup",
+    "Stage",
+    "config_of",
+    "cost_of",
+    "inexactness",
+    "name_of",
+    "read_config",
+    "ways",
+    "zero_section",
+]
 
-FLOAT_BYTES = 4
 Stage = Literal[1, 2, 3]
-_PARTITIONS_WEIGHTS = 3
 _LISTED = 32
 """Most equal partitions that are planned one by one, to the byte."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The data-parallel ranks: how many, and how many of them share a host."""
-
-    count: int
-    per_host: int
 
 
 @dataclass(frozen=True)
@@ -78,14 +88,9 @@ class Setup:
     gathers_on_save: bool = False
 
     @property
-    def on_accelerator(self) -> bool:
-        """Whether masters and moments are on the accelerator."""
-        return self.zenflow is None and not self.offload
-
-    @property
     def partitions_weights(self) -> bool:
         """Whether the 16-bit weights are partitioned, too: at stage 3."""
-        return self.stage == _PARTITIONS_WEIGHTS
+        return self.stage == 3
 
     @property
     def weights(self) -> Place:
@@ -100,20 +105,18 @@ class Setup:
     @property
     def bucket(self) -> int:
         """Elements of all reduction buckets: at stages 1 and 2 two alternate during backward."""
-        alternate = self.overlaps and not self.partitions_weights
-        return self.reduce_bucket_size * (2 if alternate else 1)
+        return self.reduce_bucket_size * (2 if self.overlaps and self.stage < 3 else 1)
 
     def accumulation_dtype(self, model: Model) -> str:
         """Dtype in which gradients are accumulated."""
-        if self.zenflow is not None:
-            return "float32" if self.accumulation > 1 else model.dtype
-        return "float32" if self.accumulates_fp32 else model.dtype
+        in_fp32 = self.accumulates_fp32 if self.zenflow is None else self.accumulation > 1
+        return "float32" if in_fp32 else model.dtype
 
-    def partitions(self, model: Model, ranks: Ranks) -> list[Run]:
+    def partitions(self, model: Model, machine: Machine) -> list[Run]:
         """This rank's partitions in order, with padding: one at stages 1 and 2, one per sub-group
         at stage 3, whose parameters' own padding of a few elements is not counted."""
-        alignment = ranks.count * (1 if self.partitions_weights else START_ALIGNMENT)
-        numel = flat_numel(model.params, alignment) // ranks.count
+        alignment = machine.ranks * (1 if self.partitions_weights else START_ALIGNMENT)
+        numel = flat_numel(model.params, alignment) // machine.ranks
         if not self.partitions_weights or not 0 < self.sub_group_size < numel:
             return [Run(numel, 1)]
         whole, rest = divmod(numel, self.sub_group_size)
@@ -121,41 +124,254 @@ class Setup:
         equal = [Run(size)] * whole if few else [Run(size, whole)]
         return [*equal, *([Run(rest)] if rest else [])]
 
-    def partition_numel(self, model: Model, ranks: Ranks) -> int:
+    def partition_numel(self, model: Model, machine: Machine) -> int:
         """Elements of all partitions of a rank."""
-        return sum(run.numel * run.times for run in self.partitions(model, ranks))
+        return sum(run.numel * run.times for run in self.partitions(model, machine))
 
-    def caller(self, model: Model, ranks: Ranks) -> Caller:
+    def caller(self, model: Model, machine: Machine) -> Caller:
         """The ZeRO optimizer around ZenFlow."""
         dtypes = model.dtype, self.accumulation_dtype(model)
         buckets = [self.reduce_bucket_size] * (self.bucket // self.reduce_bucket_size)
-        shards = ranks.count if self.partitions_weights else 0
-        reducing = reducing_bytes(*dtypes, buckets, model.params, model.largest, shards)
+        shards = machine.ranks if self.partitions_weights else 0
         return Caller(
             *dtypes,
             self.weights,
             takes_gradients=self.stage != 1,
             partitions_weights=self.partitions_weights,
-            bucket_bytes=reducing,
-            ranks=ranks.count,
+            bucket_bytes=reducing_bytes(*dtypes, buckets, model.params, model.largest, shards),
+            ranks=machine.ranks,
         )
 
     def zenflow_plan(
-        self, model: Model, ranks: Ranks, mine: RankFacts | None = None
+        self, model: Model, machine: Machine, mine: RankFacts | None = None
     ) -> ZenFlowPlan:
         """The plan that a rank makes when it starts.
 
         Args:
             mine: each rank's memory; None: everything that the config allows fits.
         """
-        return _zenflow_plan(model, ranks, self, mine)
+        assert self.zenflow is not None
+        mine = mine or RankFacts(tuple(self.partitions(model, machine)))
+        facts = ZenFlowFacts(
+            (mine,) * machine.per_host, self.caller(model, machine), layout=self.layout
+        )
+        return decide(facts, self.zenflow, ratio=self.host_share)
 
 
-@lru_cache(maxsize=4096)
-def _zenflow_plan(
-    model: Model, ranks: Ranks, setup: Setup, mine: RankFacts | None = None
-) -> ZenFlowPlan:
-    assert setup.zenflow is not None
-    mine = mine or RankFacts(tuple(setup.partitions(model, ranks)))
-    facts = ZenFlowFacts((mine,) * ranks.per_host, setup.caller(model, ranks), layout=setup.layout)
-    return decide(facts, setup.zenflow, ratio=setup.host_share)
+# -- the ways to train -----------------------------------------------------------------------------
+
+MOMENTS = {"float32": "fp32 moments", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
+_COSTS = {
+    "float32": "none seen up to 99 million parameters",
+    "bfloat16": "within 0.3 % of AdamW's in tests of up to 20 million parameters",
+    "int8": "within 0.4 % of AdamW's in tests of up to 5 million parameters",
+}
+_RULES = {"exact": "ZenFlow exact rule", "predictive": "ZenFlow", "selective": "ZenFlow selective"}
+
+
+def ways() -> Iterator[Setup]:
+    """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with each rule, dtype of moments,
+    and place of gradients and weights. Gradients on the accelerator: the run chooses its share.
+    Stage 1 is left out: it is as fast as stage 2 but needs more memory."""
+    sections: list[dict[str, Any]] = [
+        {"update_rule": rule} | ({} if dtype == "float32" else {"state_dtype": dtype})
+        for dtype in MOMENTS
+        for rule in ("exact", "predictive")
+    ]
+    # without gathering, a trainer saves no weights of stage 3 that load
+    for plain in (Setup(2), Setup(3, gathers_on_save=True)):
+        offload = replace(plain, offload=True, pins=True)
+        yield from (plain, offload)
+        for section in sections:
+            yield replace(plain, host_share=None, zenflow=ZenFlowConfig(**section))
+            yield replace(plain, zenflow=ZenFlowConfig(**section, gradients_on_host=True))
+        if plain.partitions_weights:
+            yield replace(offload, offload_param=True)
+            for section in sections:
+                zenflow = ZenFlowConfig(**section)
+                yield replace(offload, offload=False, offload_param=True, zenflow=zenflow)
+
+
+def inexactness(setup: Setup) -> int:
+    """How far moments are from fp32: 0, 1 (bf16) or 2 (8 bits)."""
+    return 0 if setup.zenflow is None else list(MOMENTS).index(setup.zenflow.state_dtype)
+
+
+def cost_of(setup: Setup) -> str | None:
+    """What a way costs in loss; None: nothing, its steps are those of the optimizer to the bit."""
+    if setup.zenflow is None or (setup.zenflow.rule == "exact" and not inexactness(setup)):
+        return None
+    return _COSTS[setup.zenflow.state_dtype]
+
+
+def name_of(setup: Setup, plan: ZenFlowPlan | None = None) -> str:
+    """The way in a few words, without its stage; ZenFlow's `plan` says where gradients are."""
+    zenflow, is_on_host = setup.zenflow, setup.weights is Place.HOST
+    parts = ["ZeRO-Offload" if setup.offload else "ZeRO"]
+    if zenflow is not None:
+        parts = [_RULES[zenflow.rule], MOMENTS[zenflow.state_dtype]]
+        if plan is not None and plan.host_share < 1.0:
+            parts.append(f"{1 - plan.host_share:.0%} on the GPU")
+        leaves = zenflow.gradients_on_host or (plan is not None and plan.copies is Copies.WEIGHTS)
+        parts += ["gradients on host"] if leaves and not is_on_host else []
+    return ", ".join([*parts, *(["weights on host"] if is_on_host else [])])
+
+
+# -- configs ---------------------------------------------------------------------------------------
+
+Reader = Literal["script", "trainer"]
+READERS: tuple[Reader, ...] = ("script", "trainer")
+"""Who reads a config: ``deepspeed.initialize`` of a script, or a trainer on Accelerate."""
+
+
+def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, Any]:
+    """A DeepSpeed config for a run.
+
+    Args:
+        dtype: dtype of the weights.
+        reader: a script gets numbers to edit, a trainer "auto" for all that its arguments set.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+    }
+    optimizer: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    if reader == "trainer":
+        config = dict.fromkeys([*config, "train_batch_size"], "auto")
+        optimizer = dict.fromkeys([*optimizer, "eps"], "auto")
+    if dtype != "float32":
+        enabled = "auto" if reader == "trainer" else True
+        config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": enabled}
+    optimizers = {"type": "AdamW", "params": optimizer}
+    return config | {"optimizer": optimizers, "zero_optimization": zero_section(setup)}
+
+
+def zero_section(setup: Setup) -> dict[str, Any]:
+    """The ``zero_optimization`` section of a way."""
+    zero: dict[str, Any] = {"stage": setup.stage}
+    on_cpu = {"device": "cpu", "pin_memory": setup.pins}
+    if setup.gathers_on_save:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if setup.offload or setup.offload_param:
+        zero["offload_optimizer"] = on_cpu
+    if setup.offload_param:
+        zero["offload_param"] = on_cpu
+    if setup.zenflow is not None:
+        zero["zenflow"] = setup.zenflow.model_dump(exclude_unset=True)
+    return zero
+
+
+_SIZES = (
+    "reduce_bucket_size",
+    "sub_group_size",
+    "prefetch_bucket_size",
+    "max_live_parameters",
+    "max_reuse_distance",
+)
+_STATES = "bf16_optimizer_states"
+_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", _STATES)
+"""Settings that ZenFlow replaces."""
+
+
+def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
+    """A run's settings, the dtype of its weights, and notes on what is assumed, from a config file,
+    read with the pydantic model that a run uses. The value "auto" means the default.
+
+    Raises:
+        ConfigError: the file cannot be read, or asks for a feature whose memory cannot be computed.
+    """
+    from deepspeed_ext.adapter.refusals import require_supported
+    from deepspeed_ext.adapter.zero_config import ZeroConfig
+
+    config = read_json(path)
+    section, optimizer = section_of(config, "zero_optimization"), section_of(config, "optimizer")
+    zero = ZeroConfig(**section)
+    require_supported(zero)
+    precision = {name: section_of(config, name) for name in ("bf16", "bfloat16", "fp16")}
+    _require_known(zero, section, precision)
+    dtype, notes = _dtype(precision)
+    name = str(optimizer.get("type", "adam"))
+    if "adam" not in name.lower() and name.lower() != "lion":
+        notes.append(f"the optimizer is {name}: two fp32 moments are counted, as for Adam")
+    notes += [
+        f"counted with DeepSpeed's default, because it is auto: {field}"
+        for field in sorted(section)
+        if section[field] == "auto"
+    ]
+    name, offload = str(optimizer.get("type", "")).lower(), zero.offload_optimizer
+    on_host = offload is not None and offload.device == "cpu"
+    of_torch = section_of(optimizer, "params").get("torch_adam") is True
+    zenflow = zero.zenflow_with(
+        any(precision[n].get(_STATES) is True for n in ("bf16", "bfloat16"))
+    )
+    summed, overlaps = section_of(config, "data_types"), section.get("overlap_comm")
+    stage: Any = int(zero.stage)
+    sizes: dict[str, Any] = {name: int(getattr(zero, name)) for name in _SIZES}
+    setup = Setup(
+        stage=stage,
+        offload=on_host and zenflow is None,
+        zenflow=zenflow and ZenFlowConfig(**zenflow.model_dump(exclude_unset=True)),
+        accumulation=_accumulation(config, ranks),
+        accumulates_fp32=summed.get("grad_accum_dtype") in ("fp32", "float32"),
+        fused_adam=not of_torch and (name in ("adam", "adamw", "lion") or on_host),
+        pins=on_host and offload is not None and offload.pin_memory,
+        offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
+        host_share=1.0 if (wish := zero.host_ratio) is None else None if wish == "auto" else wish,
+        layout=LION_STATE if name == "lion" else ADAM_STATE,
+        overlap_comm=overlaps if isinstance(overlaps, bool) else None,
+        stage3_allgather_single_param=zero.stage3_allgather_single_param,
+        flatten_tier=zero.flatten_tier,
+        gathers_on_save=zero.gather_16bit_weights_on_model_save,
+        **sizes,
+    )
+    return setup, dtype, notes
+
+
+def _require_known(
+    zero: Any, section: Mapping[str, Any], precision: Mapping[str, Mapping[str, Any]]
+) -> None:
+    offload, param, ours = zero.offload_optimizer, zero.offload_param, zero.zenflow is not None
+    no_stage = "" if "stage" in section else " (the config gives no zero_optimization.stage)"
+    unknown = {
+        f"stage 0{no_stage}": int(zero.stage) == 0,
+        'offload_param.device = "nvme"': param is not None and param.device == "nvme",
+        'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
+        "offload_optimizer.ratio below 1 without zenflow": not ours
+        and zero.host_ratio not in (None, 1),
+        "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+        "contiguous_gradients: false": section.get("contiguous_gradients") is False,
+        "quantized weights or gradients": any(
+            "quantized" in name and value is True for name, value in section.items()
+        ),
+        "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
+    }
+    for name in () if ours else _LOW_PRECISION:
+        unknown[name] = any(each.get(name) is True for each in precision.values())
+    if found := [name for name, given in unknown.items() if given]:
+        raise ConfigError(
+            f"plan --memory cannot compute the memory of {' and '.join(found)}: plan without it"
+        )
+
+
+def _dtype(precision: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Dtype of the weights, and a note if the config leaves it to the Trainer."""
+    enabled = {name: each.get("enabled") for name, each in precision.items()}
+    if True in (enabled["bf16"], enabled["bfloat16"]):
+        return "bfloat16", []
+    if enabled["fp16"] is True:
+        return "float16", []
+    if "auto" in enabled.values():
+        return "bfloat16", ["the dtype is auto: counted as bf16, unless --dtype says otherwise"]
+    return "float32", []
+
+
+def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
+    """Micro-steps per optimizer step: as given, or the batch size divided by the size of all ranks'
+    micro-batches."""
+    steps = count_in(config, "gradient_accumulation_steps")
+    batch = count_in(config, "train_batch_size")
+    micro = count_in(config, "train_micro_batch_size_per_gpu")
+    if steps is not None or batch is None or micro is None:
+        return steps or 1
+    return max(1, math.ceil(batch / (micro * ranks)))

@@ -184,25 +184,6 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert check.remedy.startswith(f"rm {lock}, unless")
 
 
-def test_a_lock_file_is_no_lock_where_torch_locks_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch does from 2.14 on: each build leaves the file, and the next one does not wait for
-    it."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.delattr("torch.utils.cpp_extension.FileBaton", raising=False)
-    (lock := tmp_path / "lock").touch()
-    os.utime(lock, (0, 0))
-    assert examined("operator_cache").status == "ok"
-
-
-def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None if " " in name else f"/bin/{name}")
-    for stated, named in (("env c++", "/bin/env"), ("", "/bin/c++"), (" ", "/bin/c++")):
-        monkeypatch.setenv("CXX", stated)
-        assert examined("compiler").detail.startswith(f"{named}, "), stated
-
-
 def test_buffers_that_no_process_maps_are_left_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,19 +36,6 @@ def test_a_reader_that_has_read_enough_is_no_error(words: tuple[str, ...]) -> No
     assert (done.returncode, done.stderr) == (command_line.EXIT_UNREAD, "")
 
 
-def test_a_pipe_that_breaks_elsewhere_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def fail(arguments: object) -> int:
-        raise BrokenPipeError("a process that measures has ended")
-
-    monkeypatch.setattr(command_line, "_config", fail)
-    assert command_line.main(["config", "trainer_zenflow"]) == command_line.EXIT_PROBLEM
-    assert (
-        capfd.readouterr().err == "deepspeed-ext config: error: a process that measures has ended\n"
-    )
-
-
 def test_a_module_that_is_not_installed_is_one_line_and_a_mistake_of_ours_is_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,23 +52,6 @@ def test_a_script_runs_as_main_with_its_arguments_and_the_extension(tmp_path: Pa
     assert done.returncode == 3
 
 
-def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["run"])
-    assert capsys.readouterr().err == (
-        "deepspeed-ext run: error: the following arguments are required: SCRIPT\n"
-    )
-
-
-def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise ValueError('mine')\n")
-    done = forked(script, dict(os.environ))
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "ValueError: mine" in done.stderr
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has safe paths from 3.11 on")
 def test_with_safe_paths_the_first_of_the_users_paths_stays(tmp_path: Path) -> None:
     """As with ``python SCRIPT``, whose folder is then not searched either."""

@@ -3,18 +3,12 @@ are written out: nothing here but the card's size comes from the command."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from deepspeed_ext.commands.memory.fit import Fit, Question, fits
-from deepspeed_ext.commands.memory.machine import Machine, machine_of
-from deepspeed_ext.commands.memory.model import Model, read_shape, typical
-from deepspeed_ext.commands.memory.plan import Capacity
-from deepspeed_ext.commands.memory.setup import Ranks
+from deepspeed_ext.commands.memory.model import GIB, Machine, Model, machine_of, read_shape, typical
 from deepspeed_ext.zenflow.plan.places import Place
 
-GIB = 1 << 30
 HOSTS = (48, 64, 96, 128, 192)
 TOKENS, BUCKET = 4096, 500_000_000
 MODELS = {  # parameters; vocabulary, width, layers; queries and keys per token; feed-forward
@@ -59,16 +53,9 @@ def host_bytes(name: str, rule: str, moments: str) -> float:
     return MODELS[name][0] * (STATE[moments] + 2 * slots + of_blocks + aside)
 
 
-def planned(name: str, host: int, *, fused: bool) -> dict[str, Fit]:
-    machine, size, _ = machine_of("rtx4090", None, None)
-    assert size == 24 * GIB
-    return asked(name, machine, Capacity(size, host * GIB), fused_loss=fused)
-
-
-def asked(name: str, machine: Machine, capacity: Capacity, **how: Any) -> dict[str, Fit]:
-    shape = typical(int(float(name))) if name == "7e9" else read_shape(name)[1]
-    model = Model(MODELS[name][0], shape.largest, "bfloat16")
-    question = Question(shape, model, Ranks(1, 1), capacity, machine, **how)
+def asked(name: str, machine: Machine, *, fused: bool = False) -> dict[str, Fit]:
+    shape = typical(int(float(name))) if name == "7e9" else read_shape(name)[0]
+    question = Question(shape, Model(MODELS[name][0], shape.largest), machine, fused_loss=fused)
     return {fit.name: fit for fit in fits(question)}
 
 
@@ -78,7 +65,8 @@ def test_bytes_and_verdicts_are_those_reckoned_by_hand(name: str, fused: bool) -
     """2 GiB of the card stay free, and 6 of the host."""
     gpu, smallest = gpu_bytes(name, fused=fused), dict[str, list[int]]()
     for host in HOSTS:
-        found = planned(name, host, fused=fused)
+        machine = machine_of(1, 1, "rtx4090", host_bytes=host * GIB)
+        found = asked(name, machine, fused=fused)
         for rule in ("ZenFlow exact rule", "ZenFlow"):
             for moments in STATE:
                 fit = found[f"stage 2, {rule}, {moments}, gradients on host"]
@@ -111,8 +99,8 @@ STEPS = {  # TFLOP/s; GB/s of the link and of host memory; seconds of the ways b
 def test_steps_take_about_as_long_as_in_an_event_model(name: str) -> None:
     """Within 15 %. The event model leaves out y, which a pass writes again after its peek."""
     tflops, link, host, expected = STEPS[name]
-    machine = Machine(link * 1e9, host * 1e9, tflops * 1e12)
-    found = asked("7e9", machine, Capacity(24 * GIB, 512 * GIB))
+    speeds = {"link": link * 1e9, "host": host * 1e9, "flops": tflops * 1e12}
+    found = asked("7e9", Machine(1, 1, 24 * GIB, 512 * GIB, **speeds))
     ways = ["stage 2, ZenFlow, fp32 moments", *(f"stage 3, ZenFlow exact rule, {m}" for m in STATE)]
     seconds = [found[f"{way}, gradients on host"].seconds for way in ways]
     assert seconds == pytest.approx(expected, rel=0.15)

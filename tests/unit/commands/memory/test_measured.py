@@ -4,8 +4,6 @@ accelerator."""
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -63,18 +61,7 @@ def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> N
     )
     for rank in run_ranks(2, measure_state, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
-        assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
-
-
-@pytest.mark.parametrize("way", ["selective, interval 2"])
-def test_a_longer_interval_is_planned_to_the_byte(way: str) -> None:
-    section = WAYS[way]["zenflow"] | {"update_interval": 4}
-    config = memory_config(2, way, zenflow=section)
-    plan = planned(config, 1)
-    (rank,) = run_ranks(1, measure_state, config, device="sim")
-    parts = plan.parts[Place.HOST, Phase.BETWEEN]
-    assert rank.arena >= PARAMS * 12  # p, m, v; the mean of the gradients is elsewhere
-    assert rank.arena == sum(part.nbytes for part in parts if part.memory.is_in_arena)
+        assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.machine)
 
 
 @pytest.mark.sampled(16)
@@ -146,51 +133,8 @@ def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
-@pytest.mark.parametrize("way", ["predictive", "predictive, half on the host"])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.full  # the arena is planned to the byte above
-def test_lion_is_planned_within_two_percent(stage: int, way: str) -> None:
-    require_close(memory_config(stage, way) | LION, 2)
-
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-ROWS_OF_VOCABULARY = 1024 * 256
-
-
-@pytest.mark.parametrize(
-    ("stage", "way"),
-    [
-        (2, "predictive"),
-        (2, "ZeRO-Offload"),
-        (3, "ZeRO"),
-        (3, "predictive"),
-    ],
-)
-@pytest.mark.full  # `test_model_file.py` compares what is counted with models that are built
-def test_a_model_given_by_its_config_json_is_planned_within_two_percent(
-    stage: int, way: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    sizes = {
-        "reduce_bucket_size": 3 * ROWS_OF_VOCABULARY,
-        "stage3_prefetch_bucket_size": ROWS_OF_VOCABULARY,
-    }
-    require_close(memory_config(stage, way, **sizes, sub_group_size=10**9), 2, str(path))
-
-
-def require_close(config: dict[str, Any], ranks: int, model: str | None = None) -> None:
-    found = compared(config, ranks, model)
+def require_close(config: dict[str, Any], ranks: int) -> None:
+    found = compared(config, ranks)
     zero = config["zero_optimization"]
     if "offload_param" in zero or (
         zero["stage"] == 3 and zero.get("zenflow", {}).get("gradients_on_host")
@@ -319,6 +263,6 @@ def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
 def test_a_plan_of_another_model_would_be_noticed() -> None:
     config = memory_config(2, "ZeRO")
     plan = planned(config, 2)
-    other = plan_memory(Model(PARAMS * 21 // 20, LARGEST, "bfloat16"), plan.ranks, plan.setup)
+    other = plan_memory(Model(PARAMS * 21 // 20, LARGEST, "bfloat16"), plan.machine, plan.setup)
     (_, measured) = compared(config, 2)[Place.ACCELERATOR, Phase.BETWEEN]
     assert abs(other.nbytes(Place.ACCELERATOR, Phase.BETWEEN) - measured) > TOLERANCE * measured

@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from deepspeed_ext.commands.memory.config_file import read_config
-from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
 from deepspeed_ext.zenflow.plan.places import Copies, Place
@@ -94,10 +93,10 @@ def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, d
         with tempfile.TemporaryDirectory() as folder, patch.object(chunks, "CHUNK_NUMEL", 512):
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config))
-            setup = read_config(str(path), 1).setup
+            setup, *_ = read_config(str(path), 1)
             sizes = [parameter.numel() for parameter in OddModel().parameters()]
             model = Model(sum(sizes), max(sizes), "bfloat16")
-            shown = setup.zenflow_plan(model, Ranks(1, 1), RankFacts(numels))
+            shown = setup.zenflow_plan(model, Machine(1, 1), RankFacts(numels))
         # a share may move once steps are measured, if nothing of the case forbids it
         may_move = not zero.get("offload_optimizer") and case != "selective"
         assert plan.measures_share is (may_move and plan.places.gradient is Place.ACCELERATOR)

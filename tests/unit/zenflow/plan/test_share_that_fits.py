@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.commands.memory.model import typical_largest
+from deepspeed_ext.commands.memory.model import typical
 from deepspeed_ext.commands.memory.plan import plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.commands.memory.setup import Machine, Model, Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import RankFacts, ZenFlowFacts
@@ -21,12 +21,12 @@ from deepspeed_ext.zenflow.plan.places import Place
 GB, GIB, UNITS = 10**9, 2**30, 1024
 
 
-def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int) -> ZenFlowFacts:
+def facts_of(model: Model, ranks: Machine, setup: Setup, total: int) -> ZenFlowFacts:
     """What a run knows once only its weights are on an accelerator of `total` bytes, if its host is
     too small to begin with the whole optimizer."""
     partitions = tuple(setup.partitions(model, ranks))
     whole = sum(run.numel * run.times for run in partitions)
-    whole *= 1 if setup.partitions_weights else ranks.count
+    whole *= 1 if setup.partitions_weights else ranks.ranks
     free = max(0, total - model.itemsize * whole)
     rank = RankFacts(partitions, free, total, host_free=(("machine", 0),))
     return ZenFlowFacts((rank,), setup.caller(model, ranks))
@@ -39,7 +39,7 @@ def units_that_fit(facts: ZenFlowFacts, setup: Setup, reserve: float = 0.15) -> 
     return round((1.0 - decide(facts, ZenFlowConfig(**section), ratio="auto").host_share) * UNITS)
 
 
-def peak_at(model: Model, ranks: Ranks, setup: Setup, host_share: float) -> int:
+def peak_at(model: Model, ranks: Machine, setup: Setup, host_share: float) -> int:
     """What our plan of memory says of a step and a backward pass, without activations."""
     plan = plan_memory(model, ranks, replace(setup, host_share=host_share))
     phases = Phase.BETWEEN, Phase.BACKWARD, Phase.STEP
@@ -51,20 +51,20 @@ def peak_at(model: Model, ranks: Ranks, setup: Setup, host_share: float) -> int:
 def test_seven_billion_parameters_on_80_gb() -> None:
     """Half of the optimizer would need 82.8 GiB, so a run that took 61 % ended in its first
     step."""
-    model = Model(7 * GB, typical_largest(7 * GB), "bfloat16")
+    model = Model(7 * GB, typical(7 * GB).largest, "bfloat16")
     setup = Setup(stage=2, zenflow=ZenFlowConfig())
     total = 80 * GIB
-    facts = facts_of(model, Ranks(1, 1), setup, total)
+    facts = facts_of(model, Machine(1, 1), setup, total)
     share = units_that_fit(facts, setup) / UNITS
     assert 0.15 < share < 0.3
-    assert peak_at(model, Ranks(1, 1), setup, 1.0 - share) + 0.1 * total < total
-    assert peak_at(model, Ranks(1, 1), setup, 0.5) > total
+    assert peak_at(model, Machine(1, 1), setup, 1.0 - share) + 0.1 * total < total
+    assert peak_at(model, Machine(1, 1), setup, 0.5) > total
     sharded = Setup(stage=3, zenflow=setup.zenflow)
-    assert units_that_fit(facts_of(model, Ranks(8, 8), sharded, total), sharded) == UNITS
+    assert units_that_fit(facts_of(model, Machine(8, 8), sharded, total), sharded) == UNITS
 
 
 @st.composite
-def runs(draw: Any) -> tuple[Model, Ranks, Setup, int]:
+def runs(draw: Any) -> tuple[Model, Machine, Setup, int]:
     stage: Literal[2, 3] = draw(st.sampled_from([2, 3]))
     params = draw(st.integers(10**8, 2 * 10**10))
     zenflow = draw(
@@ -81,8 +81,8 @@ def runs(draw: Any) -> tuple[Model, Ranks, Setup, int]:
     setup = Setup(stage=stage, zenflow=section, accumulation=draw(st.sampled_from([1, 4])))
     ranks = draw(st.sampled_from([1, 2, 8]))
     return (
-        Model(params, typical_largest(params), "bfloat16"),
-        Ranks(ranks, ranks),
+        Model(params, typical(params).largest, "bfloat16"),
+        Machine(ranks, ranks),
         setup,
         draw(st.integers(8, 192)),
     )
@@ -91,7 +91,7 @@ def runs(draw: Any) -> tuple[Model, Ranks, Setup, int]:
 @given(runs())
 @settings(deadline=None)
 def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_less(
-    run: tuple[Model, Ranks, Setup, int],
+    run: tuple[Model, Machine, Setup, int],
 ) -> None:
     model, ranks, setup, gib = run
     facts = facts_of(model, ranks, setup, gib * GIB)
@@ -105,9 +105,9 @@ def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_le
 
 @pytest.mark.parametrize("short", ["later", "reserve"])
 def test_nothing_steps_on_an_accelerator_that_has_no_room(short: str) -> None:
-    model = Model(GB, typical_largest(GB), "bfloat16")
+    model = Model(GB, typical(GB).largest, "bfloat16")
     setup = Setup(stage=2, zenflow=ZenFlowConfig())
-    facts = facts_of(model, Ranks(1, 1), setup, 24 * GIB)
+    facts = facts_of(model, Machine(1, 1), setup, 24 * GIB)
     assert units_that_fit(facts, setup) > 0
     if short == "reserve":
         assert units_that_fit(facts, setup, reserve=0.99) == 0
