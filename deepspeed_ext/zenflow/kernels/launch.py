@@ -1,7 +1,7 @@
-"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel if their device
-runs it, otherwise by its definition.
+"""Runs the arithmetic of a step on flat arrays: if possible as one Triton kernel or, for weights
+that the host computes, as one pass of the native library, otherwise by its definition.
 
-Both give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
+All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
 addition), so ranks, steps and resumed runs may use different ones.
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamPasses, AdamStep
@@ -166,8 +167,9 @@ def predict(
     arrays, numbers = (weights, published, grad), (grad_scale, coefficient)
     if serves(block_size, *arrays, inverse):
         _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
-    else:
-        definition.predict(*arrays, inverse, *numbers, block_size)
+        return
+    run = host.predict if host.serves(inverse, grad, weights, published) else definition.predict
+    run(*arrays, inverse, *numbers, block_size)
 
 
 def adam_step(

@@ -98,7 +98,7 @@ void by_definition(const AdamPass &a, int64_t first, int64_t last) {
     for (; first < last; first += part) peek(a, first, first + part < last ? first + part : last, definition);
 }
 
-extern "C" int32_t dsext_version() { return 19; }
+extern "C" int32_t dsext_version() { return 20; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;

@@ -11,7 +11,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["NativeKernel"]
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 
 
 def open_library(path: str) -> ctypes.CDLL:
