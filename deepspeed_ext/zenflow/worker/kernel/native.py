@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES, Array, Pass
 from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
-__all__ = ["NativeKernel"]
+__all__ = ["NativeKernel", "open_library"]
 
 ABI_VERSION = 20
 
