@@ -6,7 +6,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.kernels import launch
 from tests.support.models import batches, two_groups
@@ -16,8 +18,11 @@ from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 BLOCK = 32
 
 
-def variants(config: dict[str, Any], steps: int) -> tuple[frozenset[Any], frozenset[Any]]:
-    """The variants that the start has compiled, and those that the steps launch."""
+def variants(config: dict[str, Any], steps: int) -> tuple[frozenset[Any], frozenset[Any]] | None:
+    """The variants that the start has compiled, and those that the steps launch; None: no kernel
+    runs on this accelerator."""
+    if launch.missing(torch.device(get_accelerator().current_device_name())) is not None:
+        return None
     with patch.object(launch, "_variants", set()):
         engine = make_engine(config, groups=two_groups)
         prepared = launch.variants()
@@ -39,6 +44,9 @@ def test_steps_launch_only_what_the_start_has_compiled(
     config = zenflow_config(stage, block_size=BLOCK, **(RULES[rule] if rule else {}))
     if "ratio" in options:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", **options}
-    for prepared, launched in run_ranks(ranks, variants, config, 6, device="accelerator"):
+    for found in run_ranks(ranks, variants, config, 6, device="accelerator"):
+        if found is None:
+            pytest.skip("Triton serves no accelerator here")
+        prepared, launched = found
         assert launched
         assert launched <= prepared
