@@ -32,8 +32,8 @@ from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous
 from tests.support.ranks import RankError, is_simulated, run_ranks
 from tests.support.same import assert_same
+from tests.support.streams import plan_of, stream_of
 from tests.support.zenflow import make_engine, run, train, zenflow_config
-from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 pytestmark = pytest.mark.sampled()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
-from tests.unit.zenflow.transfers.streams import plan_of
+from tests.support.streams import plan_of
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.simulated.overlap import WIDTH, Layers
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
+from tests.support.streams import plan_of, stream_of
 from tests.support.zenflow import make_engine, zenflow_config
-from tests.unit.zenflow.transfers.streams import plan_of, stream_of
 
 GATHER_US = 1000.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
-from tests.unit.zenflow.transfers.streams import plan_of, stream_of
+from tests.support.streams import plan_of, stream_of
 
 CHUNK = 8
 

@@ -11,7 +11,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.transfers import stream
 from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
-from tests.unit.zenflow.transfers.streams import plan_of, stream_of
+from tests.support.streams import plan_of, stream_of
 
 SIZE, NUMELS = 4, (8, 6)
 """Elements of a chunk, and of each partition."""

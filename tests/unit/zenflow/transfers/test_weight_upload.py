@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.zenflow.transfers import stream as stream_module
 from tests.support.poison import delay
 from tests.support.ranks import run_ranks
-from tests.unit.zenflow.transfers.streams import plan_of, stream_of
+from tests.support.streams import plan_of, stream_of
 
 BLOCK = 32
 
