@@ -7,7 +7,7 @@ bench-gpu`.
 Each part is a benchmark in a process of its own with a time limit of its own. Whatever becomes of
 it, the next one runs. A part that the budget has no room for is left out; the end says which. A
 name picks a part and all below it (``step/1.5b``). ``--list`` shows all of that without running
-anything: the seconds are those of a model (gpu_time.py). After every part, everything so far is in
+anything. After every part, everything so far is in
 one file: outcomes, the ends of outputs and the results, also those of a part that failed or ran out
 of time half-way; what the file held of other parts stays. It is ``gpu.json`` or ``cpu.json`` beside
 the parts' own files, in ``outputs/bench`` or in the folder that the variable OUT names. What is

@@ -72,6 +72,12 @@ def test_names_of_modules(name: str) -> None:
     assert all(hasattr(module, each) for each in module.__all__)
 
 
+def test_the_page_names_all_of_it() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    package = MODULES["deepspeed_ext"].replace("__version__ ", "").replace(" errors", "")
+    assert [name for name in (*package.split(), *ERRORS) if name not in page] == []
+
+
 def test_names_of_errors() -> None:
     found = {name: getattr(errors, name).__bases__ for name in errors.__all__}
     assert {

@@ -1,11 +1,5 @@
 """Measure the device memory that training holds in each phase of a step. A simulation counts the
-bytes, exactly.
-
-    python -m tests.simulated.held
-
-A model of equal layers trains on one simulated accelerator; the table holds what is allocated at
-the end of a phase and the most that was within it, in bytes per parameter.
-"""
+bytes, exactly."""
 
 from __future__ import annotations
 
@@ -66,29 +60,3 @@ def held_body(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
         train(rows, phase)
     engine.destroy()
     return found
-
-
-def main() -> None:
-    numel = LAYERS * WIDTH * WIDTH
-    rules: dict[str, dict[str, Any]] = {
-        "predictive": {},
-    }
-    print(f"{numel} parameters in bf16; bytes per parameter at the end of a phase (most within it)")
-    print("| stage | rule | copies | " + " | ".join(PHASES) + " |")
-    print("| --- | --- | --- | " + " | ".join("---" for _ in PHASES) + " |")
-    for stage in (2, 3):
-        for name, rule in rules.items():
-            for hidden in (False, True):
-                rows = held(stage, rule, hidden)
-                cells = " | ".join(
-                    f"{rows[p][0] / numel:.2f} ({rows[p][1] / numel:.2f})" for p in PHASES
-                )
-                print(
-                    f"| {stage} | {name} | "
-                    f"{'beside' if hidden else 'inside of'} the step | {cells} |",
-                    flush=True,
-                )
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 
 import deepspeed_ext
+from deepspeed_ext.errors import ConfigError
 from tests.support.compare import base_config
 from tests.support.models import OddModel, batches
 from tests.support.planned import copies_as
@@ -84,6 +85,16 @@ def make_engine(
     with copies_as(config.get("zero_optimization", {}).get("zenflow") or {}):
         engine, *_ = initialize(model=module, model_parameters=parameters, config=config, **how)
     return engine
+
+
+def refusal(config: dict[str, Any], make: Callable[..., Any] = make_engine, **how: Any) -> str:
+    """Why `make` refuses a config; "accepted" if it does not."""
+    try:
+        engine = make(config, **how)
+    except ConfigError as error:
+        return str(error)
+    engine.destroy()
+    return "accepted"
 
 
 def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list[float]:

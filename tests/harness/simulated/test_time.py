@@ -3,9 +3,6 @@ not a device."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ pytestmark = pytest.mark.sampled(2)
 STEPS = 6
 
 
-def overlap(link_gb_per_s: float) -> tuple[float, list[str], dict[str, Any]]:
+def overlap(link_gb_per_s: float) -> tuple[float, list[str]]:
     from tests.support.simulated_accelerator import device as sim
     from tests.support.simulated_accelerator import simulation
 
@@ -39,20 +36,14 @@ def overlap(link_gb_per_s: float) -> tuple[float, list[str], dict[str, Any]]:
         for _ in range(4):
             c.add_(1)
         sim.synchronize()
-    path = Path(tempfile.mkdtemp()) / "trace.json"
-    simulation.write_chrome_trace(spans, path)
-    trace = json.loads(path.read_text())
-    path.unlink()
-    path.parent.rmdir()
-    return simulation.idle_share(spans), sorted({span.lane for span in spans}), trace
+    return simulation.idle_share(spans), sorted({span.lane for span in spans})
 
 
 def test_the_model_of_time_overlaps_lanes() -> None:
     lanes = ["compute", "copy down", "copy up", "host waits"]
-    ((idle, found, trace),) = on_sim(overlap, 40)  # 4 MB in 100 us
+    ((idle, found),) = on_sim(overlap, 40)  # 4 MB in 100 us
     assert (found, idle) == (lanes, pytest.approx(0, abs=0.01))
-    assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) >= 6
-    ((idle, _, _),) = on_sim(overlap, 5)  # both in 800 us, at the same time
+    ((idle, _),) = on_sim(overlap, 5)  # both in 800 us, at the same time
     assert idle == pytest.approx(0.5, abs=0.01)
 
 

@@ -3,13 +3,11 @@ model of time."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tests.support.simulated_accelerator.device import library
 
@@ -24,7 +22,6 @@ __all__ = [
     "idle_share",
     "recent_tasks",
     "timeline",
-    "write_chrome_trace",
 ]
 
 Order = Literal["eager", "held", "seeded", "replay"]
@@ -139,27 +136,6 @@ def _busy(spans: Sequence[Span], lanes: Collection[str]) -> list[tuple[float, fl
             begin, end = periods[-1][0], max(end, periods.pop()[1])
         periods.append((begin, end))
     return periods
-
-
-def write_chrome_trace(spans: Sequence[Span], path: Path) -> None:
-    """Write the spans in the format of chrome://tracing and Perfetto."""
-    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
-        for lane, number in lanes.items()
-    ]
-    events += [
-        {
-            "ph": "X",
-            "name": s.name,
-            "pid": 0,
-            "tid": lanes[s.lane],
-            "ts": s.begin_us,
-            "dur": s.end_us - s.begin_us,
-        }
-        for s in spans
-    ]
-    path.write_text(json.dumps({"traceEvents": events, "otherData": {"note": "a simulation"}}))
 
 
 def _configure_from_environment() -> None:

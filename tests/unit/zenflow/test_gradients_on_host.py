@@ -11,15 +11,11 @@ from unittest.mock import patch
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
+from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime import memory, proc
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import (
-    make_engine,
-    train,
-    zenflow_config,
-)
+from tests.support.zenflow import make_engine, refusal, train, zenflow_config
 
 pytestmark = pytest.mark.sampled()
 
@@ -73,14 +69,6 @@ def test_an_error_in_backward_on_one_rank_is_every_ranks(stage: int) -> None:
     config = placed(zenflow_config(stage), True)
     for told in run_ranks(2, fails_in_backward, config, device="sim", timeout_seconds=60):
         assert "the link is broken" in told
-
-
-def refusal(config: dict[str, Any]) -> str:
-    try:
-        make_engine(config).destroy()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
 
 
 @pytest.mark.parametrize(

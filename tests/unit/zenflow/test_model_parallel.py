@@ -21,7 +21,7 @@ from deepspeed_ext.zenflow.rules.predictive.probe import Sample
 from tests.support.guarded import large_errors, probing
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.tensor_parallel import Grid, TensorParallelBlock, replicated
-from tests.support.zenflow import RULES, full_masters_of, make_engine, weights_of, zenflow_config
+from tests.support.zenflow import RULES, full_masters_of, refusal, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled()
 
@@ -177,36 +177,24 @@ def test_different_settings_on_tensor_parallel_ranks_are_refused_on_all() -> Non
 # -- what would train copies apart, and is refused -------------------------------------------------
 
 
-def refusal(config: dict[str, Any]) -> str:
-    try:
-        engine_of(config, Grid(2)).destroy()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+def refused_on_a_grid(config: dict[str, Any]) -> str:
+    return refusal(config, lambda config: engine_of(config, Grid(2)))
 
 
 def test_the_selective_rule_is_refused_with_tensor_parallel_ranks_only() -> None:
     config = zenflow_config(2, **RULES["selective"])
-    told = run_ranks(2, refusal, config, pool=POOL)
+    told = run_ranks(2, refused_on_a_grid, config, pool=POOL)
     assert all('update_rule = "selective" with 2 tensor-parallel ranks' in text for text in told)
-    assert run_ranks(2, refusal, zenflow_config(2), pool=POOL) == ["accepted"] * 2
+    assert run_ranks(2, refused_on_a_grid, zenflow_config(2), pool=POOL) == ["accepted"] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_layers_that_auto_ep_replaces_are_refused(stage: int) -> None:
     config = zenflow_config(stage)
     config["expert_parallel"] = {"enabled": True, "autoep_size": 1, "preset_model": "mixtral"}
-    assert "expert_parallel.enabled = true" in run_ranks(1, refusal_alone, config)[0]
+    assert "expert_parallel.enabled = true" in run_ranks(1, refusal, config)[0]
     config["expert_parallel"]["enabled"] = False
-    assert run_ranks(1, refusal_alone, config) == ["accepted"]
-
-
-def refusal_alone(config: dict[str, Any]) -> str:
-    try:
-        make_engine(config).destroy()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+    assert run_ranks(1, refusal, config) == ["accepted"]
 
 
 # -- pipelines -------------------------------------------------------------------------------------
@@ -263,11 +251,7 @@ def test_stages_of_a_pipeline_fail_together(kills: bool) -> None:
 
 
 def refuse_pipeline(config: dict[str, Any], tied: bool) -> str:
-    try:
-        pipeline_of(config, tied=tied).destroy()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+    return refusal(config, pipeline_of, tied=tied)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import require_adam
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import make_engine, zenflow_config
+from tests.support.zenflow import refusal, zenflow_config
 
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
@@ -39,15 +38,6 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}},
 }
 """The same for settings outside of that section."""
-
-
-def refusal(config: dict[str, Any], **how: Any) -> str:
-    try:
-        engine = make_engine(config, **how)
-    except ConfigError as error:
-        return str(error)
-    engine.destroy()
-    return "accepted"
 
 
 @pytest.mark.parametrize("named", SECTION)
