@@ -62,10 +62,11 @@ SECONDS = 600.0
 pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
 
 
-def run(name: str, ranks: int, trainer: Installed, folder: Path) -> tuple[str, float]:
+def run(name: str, ranks: int, trainer: Installed, folder: Path, config: str) -> tuple[str, float]:
     """Type a recipe in `folder`; return what it has printed, and the seconds to the loss of the
     first step."""
-    recipe = RECIPES[name].with_replaced(ON_THE_CPU | TINY | (ON_TWO_RANKS if ranks == 2 else {}))
+    other = ON_THE_CPU | TINY | {"config trainer_zenflow": f"config {config}"}
+    recipe = RECIPES[name].with_replaced(other | (ON_TWO_RANKS if ranks == 2 else {}))
     for name, text in recipe.files.items():
         (folder / name).write_text(text if "on_cpu" in text else text + "use_cpu: true\n")
     (folder / "on_cpu.py").write_text(AXOLOTL_ON_THE_CPU)
@@ -104,17 +105,22 @@ def losses(folder: Path) -> list[float]:
     return losses_of(state["log_history"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "config", "stage"),
+    [
+        *((name, ranks, "trainer_zenflow", 2) for name in PACKAGES for ranks in (1, 2)),
+        ("LLaMA-Factory", 1, "trainer_small_card", 3),
+    ],
+)
 def test_a_recipe_trains_saves_and_resumes_to_the_bit(
-    name: str, ranks: int, tmp_path: Path, record_property: Any
+    name: str, ranks: int, config: str, stage: int, tmp_path: Path, record_property: Any
 ) -> None:
     trainer = installed(PACKAGES[name])
     write_model_and_data(tmp_path)
-    said, first = run(name, ranks, trainer, tmp_path)
-    assert f"ZeRO stage 2 on {ranks} rank{'s' * (ranks > 1)}, with" in said
+    said, first = run(name, ranks, trainer, tmp_path, config)
+    assert f"ZeRO stage {stage} on {ranks} rank{'s' * (ranks > 1)}, with" in said
     assert "ZenFlow     Adam runs in a process of its own, one per rank" in said
-    assert (tmp_path / "ds.json").read_text() == (ROOT / "configs/trainer_zenflow.json").read_text()
+    assert (tmp_path / "ds.json").read_text() == (ROOT / f"configs/{config}.json").read_text()
     whole = losses(tmp_path)
     assert len(whole) == STEPS
     assert all(map(math.isfinite, whole))
@@ -128,7 +134,7 @@ def test_a_recipe_trains_saves_and_resumes_to_the_bit(
     )
 
     shutil.rmtree(tmp_path / f"out/checkpoint-{STEPS}")
-    said, _ = run(f"{name} resumed", ranks, trainer, tmp_path)
+    said, _ = run(f"{name} resumed", ranks, trainer, tmp_path, config)
     assert losses(tmp_path) == whole
     assert said.count("'loss':") == STEPS - STOPPED
 
