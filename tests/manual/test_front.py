@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu(reason="it reads pages; the refusal is DeepSpeed's 
 
 README = (ROOT / "README.md").read_text()
 FRONT = (ROOT / "docs" / "README.md").read_text()
-MOST_WORDS, MOST_WORDS_OF_THE_MANUAL = 700, 35_000
+MOST_WORDS = 700
 
 
 def test_the_readme_is_short() -> None:
@@ -72,11 +72,3 @@ def test_pages_that_the_code_names_exist() -> None:
     }
     assert len(found) > 20
     assert not [each for each in sorted(found) if not (ROOT / each[1]).exists()]
-
-
-def test_every_page_of_the_manual_is_short_enough_to_read() -> None:
-    """Without the generated tables, README and CONTRIBUTING included: the whole in an afternoon."""
-    generated = {"config_reference.md", "drop_in.md"}
-    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in generated]
-    words = sum(len(page.read_text().split()) for page in pages)
-    assert words + len(README.split()) <= MOST_WORDS_OF_THE_MANUAL
