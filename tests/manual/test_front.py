@@ -16,11 +16,10 @@ pytestmark = pytest.mark.cpu(reason="it reads pages; the refusal is DeepSpeed's 
 
 README = (ROOT / "README.md").read_text()
 FRONT = (ROOT / "docs" / "README.md").read_text()
-MOST_WORDS = 700
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= MOST_WORDS
+    assert len(README.split()) <= 700
 
 
 def test_the_tables_are_current() -> None:
