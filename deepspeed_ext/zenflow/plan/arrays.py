@@ -145,7 +145,7 @@ class Dtypes:
     Attributes:
         weights: dtype of the model's weights.
         summed: dtype in which gradients of micro-steps are added up.
-        gradient: dtype in which they are handed over.
+        gradient: dtype of their slots on the host.
         published: dtype of y.
     """
 
@@ -164,8 +164,17 @@ class Dtypes:
         return cls(weights, summed, summed if weights == "float16" else weights, weights)
 
     @property
+    def handed_over(self) -> str:
+        """The dtype to whose values gradients are rounded, whatever their slots have."""
+        return Dtypes.of(self.weights, self.summed).gradient
+
+    def with_sums_as_slots(self) -> Dtypes:
+        """The same where micro-steps are added up in the slots: no sums apart from them."""
+        return replace(self, gradient=self.summed)
+
+    @property
     def sums_apart(self) -> bool:
-        """Whether gradients are added up in another dtype than they are handed over in."""
+        """Whether gradients are added up in another dtype than their slots have."""
         return self.summed != self.gradient
 
     @property
