@@ -44,13 +44,11 @@ class Flattener:
         reserve_fraction: the config's ``flatten_reserve_fraction``, a fraction of the accelerator's
             total memory.
         bucket_numel: maximum number of elements per broadcast (``allgather_bucket_size``).
-        check_replicas: check first that the ranks hold equal parameters (``enable_sanity_checks``).
     """
 
     forced: FlattenTier | None
     reserve_fraction: float
     bucket_numel: int
-    check_replicas: bool
 
     def flatten(
         self, layout: GroupLayout, ranks: RankGroup, group_index: int
@@ -71,16 +69,12 @@ class Flattener:
             OutOfMemoryError: no tier fits; the parameters are intact.
             RankError: on every rank, if something else failed on any rank; the parameters are
                 intact.
-            PlanMismatchError: the ranks differ in settings, sizes or (if checked) parameter values.
+            PlanMismatchError: the ranks differ in settings or sizes.
         """
         what = f"flattening parameter group {group_index}"
-        settings = (self.forced, self.reserve_fraction, self.check_replicas)
+        settings = (self.forced, self.reserve_fraction)
         inputs = (layout.numel, str(layout.dtype), len(layout.segments), *settings)
         require_same_plan(what, inputs, ranks)
-        if self.check_replicas:
-            with together(ranks), in_profile("flatten.checksum"):
-                sums = checksum(layout)
-            require_same_plan(f"{what} (checksum of the parameters)", sums, ranks)
         failed: list[FlattenTier] = []
         while True:
             with together(ranks):
@@ -109,25 +103,6 @@ class Flattener:
                 "on at least one rank; trying the next tier"
             )
             failed.append(plan.tier)
-
-
-def checksum(layout: GroupLayout) -> tuple[int, int]:
-    """Return two sums of the parameters' bytes, the second weighted by position; exact integers on
-    every device."""
-    plain, weighted = 0, 0
-    for index, segment in enumerate(layout.segments):
-        octets = segment.parameter.detach().contiguous().view(-1).view(torch.uint8)
-        for start in range(0, octets.numel(), 1 << 22):
-            part = octets[start : start + (1 << 22)].to(torch.int64)
-            weights = (
-                torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
-                % 65521
-                + index
-                + 1
-            )
-            plain += int(part.sum())
-            weighted += int((part * weights).sum())
-    return plain, weighted
 
 
 def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
