@@ -13,7 +13,6 @@ from deepspeed_ext.commands.memory.fit import (
     RANK_RESERVE,
     Fit,
     Question,
-    faster,
     fits,
     nearest,
     suggested,
@@ -106,20 +105,6 @@ def answer(question: Question, found: Sequence[Fit]) -> list[str]:
         lines.append(f'Write "zero_optimization": {json.dumps(zero_section(best.setup))}')
     if (cost := cost_of(best.setup)) is not None:
         lines.append(f"Not AdamW to the bit: cost in loss {cost}.")
-    if (other := faster(found)) is not None:
-        cost = cost_of(other.setup) or "none"
-        lines.append(f"Faster: {other.name}, {other.seconds:,.2f} s; cost in loss {cost}.")
-    zenflow = best.setup.zenflow
-    if zenflow is None or best.setup.partitions_weights or best.waits == 0:
-        return lines
-    exact = zenflow.model_copy(update={"update_rule": "exact"})
-    setup = replace(best.setup, stage=3, zenflow=exact, gathers_on_save=True, flatten_tier=None)
-    (other,) = fits(question, [setup])
-    if not other.short and (gained := best.seconds - other.seconds) > 0:
-        lines.append(
-            f'Stage 3 with "update_rule": "exact" hides {gained * 1e3:,.0f} ms of the '
-            f"{best.waits * 1e3:,.0f} ms that every step waits at stage 2."
-        )
     return lines
 
 
