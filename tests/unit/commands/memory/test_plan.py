@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -13,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.arguments import numel as numel_of
@@ -232,51 +228,6 @@ def test_without_a_config_torch_is_not_imported() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ZenFlow exact rule" in done.stdout
-
-
-words = st.one_of(
-    st.sampled_from(
-        ["7e9", "7B", "1", "8", "0", "bf16", "fp32", "nothing.json", ".", "", "-1", "nan"]
-    ),
-    st.text(max_size=8).filter(lambda text: text not in ("-h", "--help")),
-)
-options = st.sampled_from(
-    [
-        "--params",
-        "--ranks",
-        "--ranks-per-host",
-        "--dtype",
-        "--config",
-        "--model",
-        "--gpu-gb",
-        "--link-gbps",
-        "--card",
-        "--host",
-        "--seq-len",
-        "--json",
-        "--root",
-        "--memory",
-    ]
-)
-
-
-@settings(deadline=None, max_examples=150)
-@given(arguments=st.lists(st.tuples(options, words), max_size=6), complete=st.booleans())
-def test_any_arguments_end_with_status_0_or_2(
-    arguments: list[tuple[str, str]], complete: bool
-) -> None:
-    given_words = [
-        word
-        for pair in arguments
-        for word in (pair[:1] if pair[0] in ("--json", "--memory") else pair)
-    ]
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = status_of([*(NEEDED if complete else ["--memory"]), *given_words])
-    assert status in (0, 2)
-    assert err.getvalue().count("\n") == (1 if status else 0)
-    if status == 0 and "--json" in given_words:
-        assert json.loads(out.getvalue())["ways"]
 
 
 MEASURED_ON_AN_H100 = [
