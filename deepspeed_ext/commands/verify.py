@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
@@ -173,7 +172,7 @@ def verify(
     limit_seconds: float = 600.0,
     start: Callable[[Path, dict[str, str], BinaryIO], Any] = start_rank,
 ) -> Report:
-    """Check a config. SIGTERM ends this process after the cleanup.
+    """Check a config.
 
     Args:
         steps: optimizer steps; None: enough for the config.
@@ -182,36 +181,28 @@ def verify(
     Raises:
         ConfigError: DeepSpeed or this package refuses the config.
     """
-    processes, handler = list[Any](), signal.signal(signal.SIGTERM, _leave)
-    try:
-        with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            config, steps, changes = checked_config(user, name, steps)
-            (folder / PLAN).write_text(json.dumps([config, steps]))
-            try:
-                for rank in range(ranks):
-                    with (folder / f"{rank}.log").open("wb") as log:
-                        processes.append(start(folder, _environment(rank, ranks), log))
-                why = _wait(folder, processes, limit_seconds)
-                statuses = [process.poll() for process in processes]
-            finally:
-                for process in processes:
-                    process.kill()
-                for process in processes:
-                    process.wait(GRACE_SECONDS)
-            checks = _merged(folder, statuses, why)
-            logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    finally:
-        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+    with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
+        folder, processes = Path(name), list[Any]()
+        config, steps, changes = checked_config(user, name, steps)
+        (folder / PLAN).write_text(json.dumps([config, steps]))
+        try:
+            for rank in range(ranks):
+                with (folder / f"{rank}.log").open("wb") as log:
+                    processes.append(start(folder, _environment(rank, ranks), log))
+            why = _wait(folder, processes, limit_seconds)
+            statuses = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait(GRACE_SECONDS)
+        checks = _merged(folder, statuses, why)
+        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     warnings = re.findall(r"\[WARNING\] \[deepspeed_ext\] (.*)", "\n".join(logs))
     report = Report(ranks, steps, changes, checks, list(dict.fromkeys(warnings)), "")
     rank = next((rank for rank, status in enumerate(statuses) if status != 0), 0)
     output = f"output of rank {rank}:\n{logs[rank][-2000:].strip()}"
     return report if report.passed else report._replace(output=output)
-
-
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
 
 
 def _environment(rank: int, ranks: int) -> dict[str, str]:
@@ -263,9 +254,10 @@ def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tup
         if any(result["refused"] for result in results):
             raise ConfigError(f"this config cannot train: {detail}")
         if not status:  # a rank did not come so far
-            status, detail = "SKIPPED", "the run stopped before"
-            if not any(earlier == "FAIL" for earlier, _ in checks.values()):
-                status, detail = "FAIL", ended
+            has_failed = any(earlier == "FAIL" for earlier, _ in checks.values())
+            status, detail = (
+                ("SKIPPED", "the run stopped before") if has_failed else ("FAIL", ended)
+            )
         checks[name] = status, detail
     # after an optimizer process's death, any status may occur
     badly = why or (any(statuses) and checks[CHECKS[-1]][0] == "SKIPPED")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -72,9 +73,8 @@ class Flattener:
             PlanMismatchError: the ranks differ in settings or sizes.
         """
         what = f"flattening parameter group {group_index}"
-        settings = (self.forced, self.reserve_fraction)
-        inputs = (layout.numel, str(layout.dtype), len(layout.segments), *settings)
-        require_same_plan(what, inputs, ranks)
+        inputs = (layout.numel, str(layout.dtype), len(layout.segments))
+        require_same_plan(what, (*inputs, self.forced, self.reserve_fraction), ranks)
         failed: list[FlattenTier] = []
         while True:
             with together(ranks):
@@ -84,13 +84,20 @@ class Flattener:
             facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
             plan = choose_tier(facts, self.forced, self.reserve_fraction, failed)
             if plan.tier == "accelerator":
-                flat = accelerator(layout, ranks)
+                flat = allocation.try_on_all_ranks("flatten.pack", partial(_packed, layout), ranks)
             else:
                 flat = from_slices(layout, ranks, self.bucket_numel, on_host=plan.tier == "host")
             if flat is not None:
                 return flat, plan
             if plan.tier == "host":
-                raise _no_tier_fits(layout, ranks)
+                raise OutOfMemoryError(
+                    f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
+                    f"{len(layout.segments)} parameters does not fit into accelerator memory on "
+                    "every rank, even with the parameters' own storage freed, or its part of "
+                    f"{layout.nbytes // ranks.size:,} bytes not into host memory. The parameters "
+                    "are intact. Free accelerator or host memory, use ZeRO-3, or split the "
+                    "optimizer's parameters into several groups"
+                )
             if self.forced is not None:
                 raise OutOfMemoryError(
                     f'zero_optimization.flatten_tier = "{self.forced}" ran out of accelerator '
@@ -105,20 +112,11 @@ class Flattener:
             failed.append(plan.tier)
 
 
-def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
-    """Copy the parameters into a new buffer.
-
-    Returns:
-        The flat buffer, 1-D on the parameters' device; None if it does not fit. The parameters are
-        unchanged.
-    """
-
-    def packed() -> torch.Tensor:
-        flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
-        layout.pack(flat, 0)
-        return flat
-
-    return allocation.try_on_all_ranks("flatten.pack", packed, ranks)
+def _packed(layout: GroupLayout) -> torch.Tensor:
+    """A new flat buffer with copies of the parameters."""
+    flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
+    layout.pack(flat, 0)
+    return flat
 
 
 def from_slices(
@@ -202,17 +200,6 @@ def _flat_with_own_slice(
     if failure is not None:
         raise failure
     return flat
-
-
-def _no_tier_fits(layout: GroupLayout, ranks: RankGroup) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
-        f"{len(layout.segments)} parameters does not fit into accelerator memory on every rank, "
-        "even with the parameters' own storage freed, or its part of "
-        f"{layout.nbytes // ranks.size:,} bytes not into host memory. The parameters are intact. "
-        "Free accelerator or host memory, use ZeRO-3, or split the optimizer's parameters into "
-        "several groups"
-    )
 
 
 Exchange: TypeAlias = Callable[[torch.Tensor, RankGroup, int], None]
