@@ -119,9 +119,8 @@ class Load:
                 layout = self._saved.stage, self._saved.ranks
             self.swaps = [*self._reader(), *self._settings()]
             found = layout, self._saved.save_id, self._loads_state
-        if len(each := ranks.distinct(found)) > 1:
-            shown = each[:MOST_TOLD]
-            listing = ", ".join(f"{what} on {rank_list(on, ranks)}" for what, on in shown)
+        if len(each := ranks.distinct(found, MOST_TOLD)) > 1:
+            listing = ", ".join(f"{what} on {rank_list(on, ranks)}" for what, on in each)
             error = CheckpointError(
                 f"{folder}: the ranks' files are of different saves or layouts (another stage and "
                 f"number of ranks, id of the save, whether ZenFlow saved it): {listing}. Give all "

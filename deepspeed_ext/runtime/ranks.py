@@ -167,19 +167,26 @@ class RankGroup:
             )
         return values[0]
 
-    def distinct(self, value: Any) -> list[tuple[Any, list[int]]]:
-        """Return the distinct values of the ranks, compared by their ``repr``, each with its ranks,
-        in the order of the lowest rank. A collective; equal values cost 16 bytes.
+    def distinct(self, value: Any, most: int | None = None) -> list[tuple[Any, list[int]]]:
+        """Return the distinct values of the ranks, compared by their ``repr``, each with its ranks.
+        A collective.
+
+        The lowest rank with a value sends it, once; if all values are equal, ranks exchange only 16
+        bytes.
 
         Args:
-            value: this rank's value, any object that pickles: keep it small.
+            value: this rank's value, any object that pickles.
+            most: maximum number of values to return; further values and their ranks are left out.
+
+        Returns:
+            The values in the order of the lowest rank that has them.
         """
         if self.equal(value):
             return [(value, list(range(self.size)))]
-        holders: dict[str, tuple[Any, list[int]]] = {}
-        for rank, each in enumerate(self.gather_objects(value)):
-            holders.setdefault(repr(each), (each, []))[1].append(rank)
-        return list(holders.values())
+        holders: dict[int, list[int]] = {}
+        for rank, number in enumerate(self._gathered_number(_number(value))):
+            holders.setdefault(number, []).append(rank)
+        return [(self.broadcast(value, ranks[0]), ranks) for ranks in list(holders.values())[:most]]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order. A collective.
@@ -190,14 +197,17 @@ class RankGroup:
         if self.size == 1:
             return [value]
         content = bytearray(pickle.dumps(value))
-        own = self._on_device((len(content),)).clone()
-        sizes: list[int] = self.all_gather(own).view(-1).tolist()
+        sizes = self._gathered_number(len(content))
         sent = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         sent[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
         contents = self.all_gather(sent.to(self.device)).cpu().numpy()
         return [
             pickle.loads(row[:size].tobytes()) for row, size in zip(contents, sizes, strict=True)
         ]
+
+    def _gathered_number(self, number: int) -> list[int]:
+        """The ranks' numbers, in order. A collective."""
+        return self.all_gather(self._on_device((number,)).clone()).view(-1).tolist()
 
     def _on_device(self, values: tuple[int, ...]) -> torch.Tensor:
         """`values` as a 1-D int64 tensor on the device, in `scratch` if there is one."""
@@ -335,17 +345,19 @@ def raise_together(
     if is_common and error is not None and otherwise is None:
         raise agreed(error, ranks)
     mine = None if error is None else _told(error, ranks, otherwise or RankError)
-    found = [(each, members) for each, members in ranks.distinct(mine) if each is not None]
+    found = ranks.distinct(mine, MOST_TOLD + 1)  # "no error" may be one of them
+    kinds = [each[0] for each, _ in found if each is not None]
     holders: dict[tuple[str, bool], list[int]] = {}
-    for (_, *told), members in found:
-        holders.setdefault((told[0], told[1]), []).extend(members)
+    for each, on_ranks in found:
+        if each is not None:
+            holders.setdefault(each[1:], []).extend(on_ranks)
     texts = [
-        message if names_ranks else f"{rank_list(members, ranks)}: {message}"
-        for (message, names_ranks), members in holders.items()
+        message if names_ranks else f"{rank_list(on_ranks, ranks)}: {message}"
+        for (message, names_ranks), on_ranks in holders.items()
     ]
-    if len(texts) > MOST_TOLD:
-        texts[MOST_TOLD:] = ["other errors on further ranks"]
-    raise agreed(getattr(errors, found[0][0][0])("; ".join(texts)), ranks) from error
+    if sum(len(on_ranks) for _, on_ranks in found) < ranks.size:
+        texts.append("other errors on further ranks")
+    raise agreed(getattr(errors, kinds[0])("; ".join(texts)), ranks) from error
 
 
 def agreed(error: Failure, ranks: RankGroup) -> Failure:
@@ -474,18 +486,17 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
         return
     with together(ranks):
         text = repr(plan)
-    found = ranks.distinct(text)
+    found = ranks.distinct(text, MOST_TOLD)
     if len(found) == 1:
         return
     # characters, not folders
     difference = len(os.path.commonprefix([each for each, _ in found]))  # noqa: RUF071
     start = max(0, difference - _SHOWN_BEFORE)
-    plans = [
-        f"{rank_list(members, ranks)}: {_excerpt(each, start)}"
-        for each, members in found[:MOST_TOLD]
-    ]
-    left = sum(len(members) for _, members in found[MOST_TOLD:])
-    listing = "; ".join([*plans, *([f"other plans on {left} more ranks"] if left else [])])
+    listing = "; ".join(
+        f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found
+    )
+    if left := ranks.size - sum(len(members) for _, members in found):
+        listing += f"; other plans on {left} more ranks"
     raise agreed(
         PlanMismatchError(
             f"the ranks have different plans for {what}: {listing}. "
