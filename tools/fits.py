@@ -57,9 +57,10 @@ OWNED = (
 def groups() -> dict[str, list[Setup]]:
     """The columns: ZeRO-Offload, and ours by the dtype of its moments, each with both rules, at
     both stages and with weights on either side."""
-    found = {"ZeRO-Offload": [setup for setup in ways() if setup.offload]}
+    every = list(ways(-(-Question.tokens // Question.sequence)))
+    found = {"ZeRO-Offload": [setup for setup in every if setup.offload]}
     for dtype, name in MOMENTS.items():
-        ours = [each for each in ways() if each.zenflow and each.zenflow.state_dtype == dtype]
+        ours = [each for each in every if each.zenflow and each.zenflow.state_dtype == dtype]
         found[f"ours, {name}"] = ours
     return found
 

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from deepspeed_ext.adapter import gather_hooks
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
@@ -247,7 +249,9 @@ class EngineConstruction(DeepSpeedEngine):
         binding = self.core_binding
         placement = None if binding is None else binding.worker_placement
         cores = None if binding is None else binding.cores
-        start = ZenFlowStart(run, self._ranks, placement, self._undo, cores)
+        asked = self._config.grad_accum_dtype  # DeepSpeed's default is the weights' dtype
+        in_fp32 = asked is None or self.get_data_types()[1] is not torch.bfloat16
+        start = ZenFlowStart(run, self._ranks, placement, self._undo, cores, in_fp32)
         return [
             optimizer_class(partial(ZenFlowZeroOptimizer, settings=settings, start=start)),
             stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),

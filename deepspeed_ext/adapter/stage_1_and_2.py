@@ -221,7 +221,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     ) -> None:
         self._start = start
         self._partitions = GroupPartitions(self, self._link_optimizer_states)
-        self._pins_sums = keep_masters_on_host(kwargs)
+        self._pins_sums = keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
         super().__init__(*args, settings=settings, ranks=start.ranks, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 

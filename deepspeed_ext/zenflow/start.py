@@ -55,6 +55,7 @@ class ZenFlowStart:
         undo: receives the callback that stops the worker and frees the arena, in case the engine's
             constructor fails later.
         cores: number of this rank's cores in the core plan, PyTorch's included; None: unbound.
+        sums_in_fp32: whether micro-steps are summed in fp32: not if the config asks for bf16.
     """
 
     run: ZenFlowRun
@@ -62,6 +63,7 @@ class ZenFlowStart:
     placement: WorkerPlacement | None
     undo: ExitStack
     cores: int | None = None
+    sums_in_fp32: bool = True
 
 
 def start_optimizer(

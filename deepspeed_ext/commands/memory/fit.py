@@ -18,18 +18,15 @@ from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_uni
 __all__ = [
     "Fit",
     "GPU_RESERVE",
-    "HOST_RESERVE",
     "Question",
-    "RANK_RESERVE",
     "fits",
     "lanes_on",
     "nearest",
     "suggested",
 ]
 
-GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 4 * GIB, 2 * GIB
-"""Bytes that stay free: per GPU for its context, collectives and fragmentation; per host for the
-system and its kernel; per rank for libraries (1.2 GiB on an H100, docs/results/gpu.md) and data."""
+GPU_RESERVE = 2 * GIB
+"""Bytes of a GPU that stay free, for its context, collectives and fragmentation."""
 SAME_TIME = 0.85
 """Ways count as equally fast unless one takes less than this fraction of the other's time: times
 are arithmetic, and most runs are slower (docs/design/time_model.md)."""
@@ -58,6 +55,11 @@ class Question:
     sequence: int = 4096
     recomputed: bool = True
     fused_loss: bool = False
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps of a step."""
+        return -(-self.tokens // self.sequence)
 
     @property
     def activations(self) -> int:
@@ -119,8 +121,9 @@ class Fit:
 
     @cached_property
     def waits(self) -> float:
-        """Seconds of a step in which it waits for the optimizer."""
-        forward = self.question.forward
+        """Seconds of a step in which it waits for the optimizer. Weights arrive in the forward of
+        the first micro-step."""
+        forward = self.question.forward / self.setup.accumulation
         return lanes_on(self.plan).waits(forward, self.question.compute - forward)
 
     @property
@@ -139,16 +142,16 @@ class Fit:
 
     @cached_property
     def _sizes(self) -> dict[Place, int]:
+        """By place, bytes beside the reserve; empty: the machine is not known."""
         machine = self.question.machine
-        of_all = {Place.ACCELERATOR: machine.gpu_bytes, Place.HOST: machine.host_bytes}
+        of_gpu = None if machine.gpu_bytes is None else machine.gpu_bytes - GPU_RESERVE
+        of_all = {Place.ACCELERATOR: of_gpu, Place.HOST: machine.host_free}
         return {place: size for place, size in of_all.items() if size is not None}
 
     @property
     def left(self) -> dict[Place, int]:
         """By place, bytes left beside the reserve; empty: the machine is not known."""
-        of_host = HOST_RESERVE + self.question.machine.per_host * RANK_RESERVE
-        kept = {Place.ACCELERATOR: GPU_RESERVE, Place.HOST: of_host}
-        return {at: size - kept[at] - self.needed[at] for at, size in self._sizes.items()}
+        return {at: size - self.needed[at] for at, size in self._sizes.items()}
 
     @property
     def short(self) -> list[Place]:
@@ -170,7 +173,8 @@ class Fit:
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
     """Rate all ways on this machine, or only `setups`. If a run puts gradients on the host by
     itself, the way that asks for it stands for both."""
-    found = (_fit(question, setup) for setup in (ways() if setups is None else setups))
+    tried = ways(question.accumulation) if setups is None else setups
+    found = (_fit(question, setup) for setup in tried)
     return list({fit.name: fit for fit in found}.values())
 
 

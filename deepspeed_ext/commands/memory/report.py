@@ -9,20 +9,19 @@ from typing import Any
 
 from deepspeed_ext.commands.memory.fit import (
     GPU_RESERVE,
-    HOST_RESERVE,
-    RANK_RESERVE,
     Fit,
     fits,
     nearest,
     suggested,
 )
-from deepspeed_ext.commands.memory.model import GIB
+from deepspeed_ext.commands.memory.model import GIB, HOST_RESERVE, RANK_RESERVE
 from deepspeed_ext.commands.memory.plan import PLACES
 from deepspeed_ext.commands.memory.setup import (
     config_of,
     cost_of,
     inexactness,
     name_of,
+    sums_section,
     zero_section,
 )
 from deepspeed_ext.runtime.log import counted
@@ -101,7 +100,8 @@ def answer(found: Sequence[Fit]) -> list[str]:
     if question.machine.host_bytes is None:
         lines.append("The host's memory is not known: add --host-gb.")
     if len(found) > 1:
-        lines.append(f'Write "zero_optimization": {json.dumps(zero_section(best.setup))}')
+        written = {"zero_optimization": zero_section(best.setup), **sums_section(best.setup)}
+        lines.append(f"Write {json.dumps(written)[1:-1]}")
     if (cost := cost_of(best.setup)) is not None:
         lines.append(f"Not AdamW to the bit: cost in loss {cost}.")
     return lines

@@ -53,8 +53,8 @@ class Setup:
         offload: ``offload_optimizer`` on the CPU, without ZenFlow.
         zenflow: the ``zenflow`` section; None: plain ZeRO.
         accumulation: micro-steps per optimizer step.
-        accumulates_fp32: plain ZeRO accumulates gradients in fp32
-            (``data_types.grad_accum_dtype``).
+        sums: ``data_types.grad_accum_dtype``, "fp32" or "bf16"; None: not given, so plain ZeRO
+            accumulates gradients in the weights' dtype, ZenFlow in fp32.
         fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False:
             torch's.
         pins: ``offload_optimizer.pin_memory``.
@@ -70,7 +70,7 @@ class Setup:
     offload: bool = False
     zenflow: ZenFlowConfig | None = None
     accumulation: int = 1
-    accumulates_fp32: bool = False
+    sums: str | None = None
     fused_adam: bool = True
     pins: bool = False
     rounds_pinned: bool = True
@@ -109,7 +109,9 @@ class Setup:
 
     def accumulation_dtype(self, model: Model) -> str:
         """Dtype in which gradients are accumulated."""
-        in_fp32 = self.accumulates_fp32 if self.zenflow is None else self.accumulation > 1
+        in_fp32 = self.sums == "fp32"
+        if self.zenflow is not None:
+            in_fp32 = self.accumulation > 1 and self.sums != "bf16"
         return "float32" if in_fp32 else model.dtype
 
     def partitions(self, model: Model, machine: Machine) -> list[Run]:
@@ -169,7 +171,7 @@ _COSTS = {
 _RULES = {"exact": "ZenFlow exact rule", "predictive": "ZenFlow", "selective": "ZenFlow selective"}
 
 
-def ways() -> Iterator[Setup]:
+def ways(accumulation: int = 1) -> Iterator[Setup]:
     """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with each rule, dtype of moments,
     and place of gradients and weights. Gradients on the accelerator: the run chooses its share.
     Stage 1 is left out: it is as fast as stage 2 but needs more memory."""
@@ -178,18 +180,23 @@ def ways() -> Iterator[Setup]:
         for dtype in MOMENTS
         for rule in ("exact", "predictive")
     ]
+    summed = (None, "bf16") if accumulation > 1 else (None,)
     # without gathering, a trainer saves no weights of stage 3 that load
-    for plain in (Setup(2), Setup(3, gathers_on_save=True)):
+    for bare in (Setup(2), Setup(3, gathers_on_save=True)):
+        plain = replace(bare, accumulation=accumulation)
         offload = replace(plain, offload=True, pins=True)
         yield from (plain, offload)
         for section in sections:
             yield replace(plain, host_share=None, zenflow=ZenFlowConfig(**section))
-            yield replace(plain, zenflow=ZenFlowConfig(**section, gradients_on_host=True))
+            for sums in summed:
+                leaves = ZenFlowConfig(**section, gradients_on_host=True)
+                yield replace(plain, sums=sums, zenflow=leaves)
         if plain.partitions_weights:
             yield replace(offload, offload_param=True)
+            lifts = replace(offload, offload=False, offload_param=True)
             for section in sections:
-                zenflow = ZenFlowConfig(**section)
-                yield replace(offload, offload=False, offload_param=True, zenflow=zenflow)
+                for sums in summed:
+                    yield replace(lifts, sums=sums, zenflow=ZenFlowConfig(**section))
 
 
 def inexactness(setup: Setup) -> int:
@@ -214,6 +221,7 @@ def name_of(setup: Setup, plan: ZenFlowPlan | None = None) -> str:
             parts.append(f"{1 - plan.host_share:.0%} on the GPU")
         leaves = zenflow.gradients_on_host or (plan is not None and plan.copies is Copies.WEIGHTS)
         parts += ["gradients on host"] if leaves and not is_on_host else []
+        parts += ["bf16 sums"] if setup.sums == "bf16" else []
     return ", ".join([*parts, *(["weights on host"] if is_on_host else [])])
 
 
@@ -229,7 +237,7 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
     trainer "auto" for all that its arguments set."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": setup.accumulation,
         "gradient_clipping": 1.0,
     }
     optimizer: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
@@ -240,7 +248,13 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
         enabled = "auto" if reader == "trainer" else True
         config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": enabled}
     optimizers = {"type": "AdamW", "params": optimizer}
-    return config | {"optimizer": optimizers, "zero_optimization": zero_section(setup)}
+    config |= {"optimizer": optimizers, "zero_optimization": zero_section(setup)}
+    return config | sums_section(setup)
+
+
+def sums_section(setup: Setup) -> dict[str, Any]:
+    """``data_types``, if a way asks for other sums of micro-steps."""
+    return {} if setup.sums is None else {"data_types": {"grad_accum_dtype": setup.sums}}
 
 
 def zero_section(setup: Setup) -> dict[str, Any]:
@@ -256,6 +270,7 @@ def zero_section(setup: Setup) -> dict[str, Any]:
     }
 
 
+_SUMS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 _SIZES = (
     "reduce_bucket_size",
     "sub_group_size",
@@ -307,7 +322,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
         offload=on_host and zenflow is None,
         zenflow=zenflow and ZenFlowConfig(**zenflow.model_dump(exclude_unset=True)),
         accumulation=_accumulation(config, ranks),
-        accumulates_fp32=summed.get("grad_accum_dtype") in ("fp32", "float32"),
+        sums=_SUMS.get(str(summed.get("grad_accum_dtype"))),
         fused_adam=not of_torch and (name in ("adam", "adamw", "lion") or on_host),
         pins=on_host and offload is not None and offload.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",

@@ -125,7 +125,7 @@ HALF, MASTERS = 500, 4 * 500 + 2 * 4 * 500
 """This rank's elements, and the bytes of its masters and moments."""
 BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
     (  # stage 1 keeps each gradient in fp32; those of a bucket give way to its sum in bf16
-        {"stage": 1, "accumulates_fp32": True, "accumulation": 2},
+        {"stage": 1, "sums": "fp32", "accumulation": 2},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
             "weights": 2 * 1000,
@@ -135,7 +135,7 @@ BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
         },
     ),
     (  # stage 2 converts the reduced bucket, and the largest gradient, which is being made
-        {"stage": 2, "accumulates_fp32": True},
+        {"stage": 2, "sums": "fp32"},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
             "weights": 2 * 1000,
@@ -145,7 +145,7 @@ BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
         },
     ),
     (  # stage 3: live parameters, a gradient being made, a copied bucket, and its part in fp32
-        {"stage": 3, "accumulates_fp32": True},
+        {"stage": 3, "sums": "fp32"},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
             "weights": 2 * HALF,
