@@ -35,17 +35,6 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert report.number(value) == text
 
 
-def test_what_is_kept_has_a_line_for_each_row_and_can_be_read() -> None:
-    value = {
-        "rows": [{"a": 1.23456789, "b": {"median": 2.0}}, {"a": 3}],
-        "settings": {"x": [1, 2]},
-        "empty": {},
-    }
-    text = report.compact(value)
-    assert json.loads(text) == {**value, "rows": [{"a": 1.23457, "b": {"median": 2.0}}, {"a": 3}]}
-    assert '  {"a": 3}' in text.splitlines()
-
-
 # -- the runner ------------------------------------------------------------------------------------
 
 

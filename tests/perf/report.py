@@ -21,9 +21,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_AT_START = os.getloadavg()[0]
-MOST_NESTED = 4
-"""Dictionaries within so many others have a line for each key in `compact`."""
-
 Summary = dict[str, float]
 """What `summary` returns."""
 
@@ -238,29 +235,6 @@ def replace(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text)
     fresh.replace(path)
-
-
-def compact(value: Any, indent: int = 0) -> str:
-    """`value` as JSON for a repository: a line for each row of a table, and numbers of six
-    digits."""
-    if isinstance(value, dict) and indent < MOST_NESTED:
-        inner = [f"{json.dumps(key)}: {compact(each, indent + 1)}" for key, each in value.items()]
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        inner = [json.dumps(_rounded(each)) for each in value]
-    else:
-        return json.dumps(_rounded(value))
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    edge = " " * indent
-    lines = ",\n".join(f"{edge} {each}" for each in inner)
-    return f"{opening}\n{lines}\n{edge}{closing}" if inner else opening + closing
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def merge(

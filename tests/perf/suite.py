@@ -65,7 +65,7 @@ class Record:
             "settings": settings | {"results": self.results},
             "rows": [vars(outcome) for outcome in self.outcomes.values()],
         }
-        report.replace(self.path, report.compact(kept) + "\n")
+        report.replace(self.path, json.dumps(kept, indent=1) + "\n")
 
     def take(self, result: str, newer_than: float) -> None:
         """Take over what a part has written since `newer_than`, whatever became of the part."""
