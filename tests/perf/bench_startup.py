@@ -37,8 +37,7 @@ from tests.perf import report
 from tests.support.ranks import run_ranks
 
 HOST_PATH, ACCELERATOR_PATH = "upstream host path", "upstream accelerator path"
-RIVALS = {"accelerator": ACCELERATOR_PATH, "distributed": HOST_PATH, "host": HOST_PATH}
-VARIANTS = (HOST_PATH, ACCELERATOR_PATH, *RIVALS)
+VARIANTS = (HOST_PATH, ACCELERATOR_PATH, "accelerator", "distributed", "host")
 
 
 class Blocks(nn.Module):
@@ -172,21 +171,6 @@ def rows_of(turns: Turns, stage: int, offload: bool) -> list[dict[str, Any]]:
     ]
 
 
-def comparisons_of(turns: Turns, stage: int, offload: bool) -> list[report.Comparison]:
-    """Each tier beside the path of upstream's for the same amount of free memory."""
-    found = []
-    for tier, rival in RIVALS.items():
-        if tier in turns and rival in turns:
-            subject = f"ZeRO-{stage} start-up{' with CPU offload' if offload else ''}, tier {tier}"
-            threads = turns[tier][0]["threads"], turns[rival][0]["threads"]
-            ours, theirs = (
-                [result["seconds"] for result in turns[variant]] for variant in (tier, rival)
-            )
-            quantity = "seconds of the construction"
-            found.append(report.compare(subject, rival, quantity, ours, theirs, threads))
-    return found
-
-
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -212,17 +196,15 @@ def main() -> None:
     args = arguments().parse_args()
     variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
     rows: list[dict[str, Any]] = []
-    comparisons: list[report.Comparison] = []
     for stage, where in product(args.stages, args.offload):
         what = (variants, args.millions, stage, where == "yes", args.repeats)
         turns = slowest_of(
             run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000)
         )
         rows += rows_of(turns, stage, where == "yes")
-        comparisons += comparisons_of(turns, stage, where == "yes")
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
     name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
-    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
+    print(f"\nwritten to {report.write(name, vars(args), rows)}")
 
 
 if __name__ == "__main__":
