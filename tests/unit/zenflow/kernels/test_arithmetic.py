@@ -16,9 +16,8 @@ from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.definition import predict
+from deepspeed_ext.zenflow.worker.kernel.definition import predict, root
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
-from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
 STEPS = [

@@ -2,12 +2,7 @@
 compiler."""
 
 import copy
-import ctypes
 import itertools
-import mmap
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -251,23 +246,6 @@ def test_block_means_are_those_of_torch(kernel: str, n: int, block: int) -> None
     torch.testing.assert_close(means, expected, rtol=1e-5, atol=1e-12)
 
 
-def test_without_a_library_the_reference_runs(tmp_path) -> None:
-    code = (
-        "from deepspeed_ext.zenflow.worker.kernel import library, library_path, load_kernel;"
-        "library.BUILT = library.BUILT / 'elsewhere';"
-        "print(load_kernel(library_path(), 1).name)"
-    )
-    environment = {
-        **os.environ,
-        "PATH": str(tmp_path),
-        "CXX": "",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "reference"
-
-
 def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -276,14 +254,14 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)
     all_in_a_chunk, limits = threading.Barrier(threads), []
-    take_step = AdamPasses.take_host_step
+    take_step = AdamPasses.take_step
 
     def step_together(*args: Any) -> None:
         limits.append(torch.get_num_threads())
         all_in_a_chunk.wait(timeout=60)
         take_step(*args)
 
-    monkeypatch.setattr(AdamPasses, "take_host_step", step_together)
+    monkeypatch.setattr(AdamPasses, "take_step", step_together)
     try:
         torch.set_num_threads(2)
         kernel = reference.ReferenceKernel(threads, chunk_numel=64)
@@ -307,20 +285,6 @@ def test_a_thread_that_cannot_begin_is_an_error_and_no_endless_wait(
     monkeypatch.setattr(reference, "_START_SECONDS", 0.2)
     with pytest.raises(RuntimeError):
         reference.ReferenceKernel(1)
-
-
-@needs_native
-@pytest.mark.parametrize("start", [0, 1, 4095])
-def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:
-    """An array may begin anywhere in a page; resident pages are counted."""
-    page, numel = 4096, 4096 * 3 + 2
-    descriptor = os.memfd_create("touched")
-    os.ftruncate(descriptor, 6 * page)
-    memory = mmap.mmap(descriptor, 6 * page)
-    kernel: Any = make_kernel("native")
-    kernel.first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start, numel)
-    assert os.fstat(descriptor).st_blocks * 512 == ((start + numel - 1) // page + 1) * page
-    os.close(descriptor)
 
 
 def test_the_benchmark_gives_every_contender_its_threads() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.moments import decode, encode, step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import decode, encode, step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
 from tests.support.kernels import KERNELS, array, make_kernel, make_pass, needs_native
 from tests.support.same import assert_same

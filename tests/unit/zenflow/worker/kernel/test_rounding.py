@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
+from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
 from tests.support.kernels import KERNELS, make_kernel, make_pass, needs_native
 from tests.support.same import assert_same
 
@@ -166,6 +166,6 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(
             if in_pass:
                 run(make_kernel("reference"), {"p": p, "m": m, "v": v}, grad, step, first)
             else:
-                AdamPasses.take_host_step([p, m, v], grad, step, 32, first)
+                AdamPasses.take_step([p, m, v], grad, step, 32, first)
         results.append({"p": p, "m": m, "v": v})
     assert_same(*results)
