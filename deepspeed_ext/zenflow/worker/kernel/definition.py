@@ -54,6 +54,7 @@ __all__ = [
     "chunk_numel",
     "decode",
     "encode",
+    "in_blocks",
     "loaded",
     "parts_of",
     "predict",
@@ -294,7 +295,7 @@ def encode(
         up_by: random numbers below 2^16, int64 [n]; None: round to the nearest value.
     """
     kind = CODES[dtype_name(codes.dtype)]
-    x = _in_blocks(values, block_size)
+    x = in_blocks(values, block_size)
     largest = (x.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(1)
     stored = ((largest.long() + (0x7FFFFF - kind.mantissa)) >> 23) - kind.exponent
     is_finite = stored <= MOST_SCALE
@@ -302,7 +303,7 @@ def encode(
     unit = _units(scales)[:, None]
     scaled = torch.where(is_finite[:, None], x, 0.0).abs().div_(unit).nan_to_num_(0.0)
     k = root(scaled).floor_()
-    up = NEAREST if up_by is None else _in_blocks(up_by.float(), block_size)
+    up = NEAREST if up_by is None else in_blocks(up_by.float(), block_size)
     k += ((scaled - k * k) * 65536.0) > (k + k + 1.0) * up
     least = torch.where(x != 0.0, float(kind.least), 0.0)
     least.masked_fill_(scaled > kind.most**2 / 2, float(kind.least_above_half))
@@ -316,12 +317,12 @@ def decode(
 ) -> None:
     """Decode whole blocks of a moment; the arguments are those of `encode`, and `values` is
     written."""
-    k = _in_blocks(codes, block_size).float()
+    k = in_blocks(codes, block_size).float()
     k.mul_(k.abs()).mul_(_units(scales)[:, None])
     values.copy_(k.view(-1)[: codes.numel()])
 
 
-def _in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
+def in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
     """View as [blocks, block_size], with a shorter last block padded with zeros."""
     missing = -values.numel() % block_size
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(

@@ -108,7 +108,7 @@ class LionPasses(Passes):
     ) -> None:
         import torch
 
-        from deepspeed_ext.zenflow.worker.kernel.definition import block_means
+        from deepspeed_ext.zenflow.worker.kernel.definition import block_means, in_blocks
 
         p, m = state
         published.copy_(p * publish.p_factor)
@@ -116,12 +116,10 @@ class LionPasses(Passes):
             return
         known = per_block.view(-1, LION_STATE.per_block_width(block_size))
         known[:, 0] = block_means(m.abs(), block_size).view(torch.int32)
-        signs = m.new_zeros(len(known), block_size + -block_size % 32, dtype=torch.int64)
-        rows = signs[:, :block_size].reshape(-1)
-        rows[: m.numel()] = m.signbit()
-        signs[:, :block_size] = rows.view(len(known), block_size)
-        words = signs.view(len(known), -1, 32) << torch.arange(32, device="cpu", dtype=torch.int64)
-        known[:, 1:] = words.sum(2).to(torch.int32)
+        signs = in_blocks(m.signbit().long(), block_size)
+        bits = torch.nn.functional.pad(signs, (0, -block_size % 32)).view(len(known), -1, 32)
+        words = (bits << torch.arange(32, device="cpu", dtype=torch.int64)).sum(2)
+        known[:, 1:] = words.to(torch.int32)
 
 
 LION_STATE = StateLayout(
