@@ -53,7 +53,15 @@ EXACT = {
         "masked_fill_",
     ),
     *("neg", "copysign_", "bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
-    *("full", "scalar_tensor", "lift_fresh", "_local_scalar_dense", "unbind", "bitwise_and"),
+    *(
+        "full",
+        "fill_",
+        "scalar_tensor",
+        "lift_fresh",
+        "_local_scalar_dense",
+        "unbind",
+        "bitwise_and",
+    ),
     *("__lshift__", "abs", "amax", "maximum", "floor_", "eq", "gt", "le", "isnan", "masked_fill"),
     "nan_to_num_",
 }

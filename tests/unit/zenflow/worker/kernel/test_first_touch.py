@@ -35,7 +35,7 @@ def touchers_of(
     found = (ctypes.c_int32 * (len(memory) // PAGE))()
     kernel.touch(Array(address, dtype, numel), per_block, *how, touchers=found)
     assert os.fstat(descriptor).st_blocks * 512 == len(memory), "pages that nobody has touched"
-    assert not any(memory), "an array that a touch has changed"
+    assert not memory[:].strip(b"\0"), "an array that a touch has changed"
     os.close(descriptor)
     return list(found)
 
@@ -61,7 +61,7 @@ def test_pages_are_touched_by_the_thread_that_passes_over_them(data: st.DataObje
     chunk = data.draw(st.one_of(st.none(), st.integers(1, blocks)))
     start = data.draw(st.sampled_from([0, 64, 3 * PAGE // 4, PAGE - 4]))
     dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32"]))
-    width = data.draw(st.sampled_from([0, 1, 2, 128]))
+    width = data.draw(st.sampled_from([0, 1, 2, 32]))
     kernel = NativeKernel(str(LIBRARY), data.draw(st.integers(1, 9)))
     expected: list[int] = []
     for begin in range(0, numel, (chunk or blocks) * block_size):
