@@ -108,7 +108,9 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "ranks", "config", "stage"),
     [
-        *((name, ranks, "trainer_zenflow", 2) for name in PACKAGES for ranks in (1, 2)),
+        *((name, 2, "trainer_zenflow", 2) for name in PACKAGES),
+        # with one process Axolotl asks for NCCL, which CPU ranks lack
+        *((name, 1, "trainer_zenflow", 2) for name in PACKAGES if name != "Axolotl"),
         ("LLaMA-Factory", 1, "trainer_small_card", 3),
     ],
 )
