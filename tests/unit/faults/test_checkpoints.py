@@ -70,6 +70,10 @@ SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 what is said of it on every rank."""
 
 
+FOUND_LATE = {"another step"}
+"""Only the ranks together see it, when each has loaded its part: the run asks for another load."""
+
+
 def load_sections(config: dict, folder: str) -> list[str]:
     """What is wrong if ZenFlow's state does not fit the run, which must go on as if it was not
     loaded."""
@@ -92,7 +96,9 @@ def load_sections(config: dict, folder: str) -> list[str]:
         is_named = "optim_states.pt" in said or says in ("numel", "different plans")
         if says not in said or not is_named:
             found.append(f"{name}: {said}")
-        if train(engine, data[GOOD:]) != expected:  # without another load
+        if name in FOUND_LATE:
+            engine.load_checkpoint(folder, tag="good")
+        if train(engine, data[GOOD:]) != expected:  # else without another load
             found.append(f"{name}: the state before is not whole")
     engine.destroy()
     return found
