@@ -82,12 +82,6 @@ def _found(device_type: str) -> ModuleType | str:
     return device if served == device_type else f"Triton serves {served}, not {device_type}"
 
 
-def _kernels(device_type: str) -> ModuleType:
-    found = _found(device_type)
-    assert isinstance(found, ModuleType), found
-    return found
-
-
 def missing(device: torch.device) -> str | None:
     """Why no kernel runs on `device`; None if they do."""
     found = _found(device.type)
@@ -128,7 +122,7 @@ def _run(
 ) -> None:
     """Launch a kernel on the current stream, and tell autograd what it writes."""
     device = arrays[0].device
-    module = _kernels(device.type)
+    module = _found(device.type)
     _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
     with get_accelerator().device(device.index):
         getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
@@ -167,7 +161,7 @@ def predict(
     if serves(block_size, *arrays, inverse):
         _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = host.predict if host.serves(inverse, grad, weights, published) else definition.predict
+    run = host.predict if host.serves(*arrays, inverse) else definition.predict
     run(*arrays, inverse, *numbers, block_size)
 
 
