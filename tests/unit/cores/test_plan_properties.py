@@ -60,7 +60,7 @@ def topologies(draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6) -> Topol
     cores = []
     for index, pus in enumerate(number_cpus(style, nodes * per_node, threads)):
         node = index // per_node
-        cores.append(Core(min(pus), pus, step * node, node * per_node))
+        cores.append(Core(min(pus), pus, step * node))
     rows = tuple(
         tuple(10 if a == b else 20 + abs(a - b) for b in range(nodes)) for a in range(nodes)
     )
