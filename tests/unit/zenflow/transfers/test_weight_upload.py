@@ -9,9 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.transfers import stream as stream_module
-from tests.support.poison import delay
 from tests.support.ranks import run_ranks
-from tests.support.streams import plan_of, stream_of
+from tests.support.streams import delay, plan_of, stream_of
 
 BLOCK = 32
 
