@@ -208,12 +208,7 @@ class _HostPlanner:
         cuts = [index * len(nodes) // number for index in range(number + 1)]
         places = [nodes[first:last] for first, last in pairwise(cuts)]
         held = [[core for core in cores if core.node in place] for place in places]
-        homes = [
-            None
-            if (wanted := rank.accelerator_node) is None
-            else min(nodes, key=lambda node, wanted=wanted: (distance(wanted, node), node))
-            for rank in ranks
-        ]
+        homes = [self._nearest(rank.accelerator_node, nodes) for rank in ranks]
         for index, members in enumerate(self._seated(homes, places, held)):
             home = homes[members[0]] if members else None
             if home is None or home not in places[index]:
@@ -226,6 +221,11 @@ class _HostPlanner:
                 share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
                 yield ranks[member], list(islice(left, limit))
+
+    def _nearest(self, wanted: int | None, nodes: Sequence[int]) -> int | None:
+        if wanted is None:
+            return None
+        return min(nodes, key=lambda node: (self.topology.distance(wanted, node), node))
 
     def _seated(
         self,
@@ -257,9 +257,8 @@ class _HostPlanner:
                 seats[index] -= 1
         for rank in [rank for rank in range(len(homes)) if rank not in seated]:
             home, free = homes[rank], [index for index in indices if seats[index]]
-            seated[rank] = min(
-                free, key=lambda i: home is not None and distance(home, places[i][0])
-            )
+            far = [0 if home is None else distance(home, places[index][0]) for index in free]
+            seated[rank] = free[far.index(min(far))]
             seats[seated[rank]] -= 1
         return [[rank for rank in sorted(seated) if seated[rank] == index] for index in indices]
 

@@ -18,8 +18,7 @@ from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
-from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
-from deepspeed_ext.zenflow.choose_rule import rule_of
+from deepspeed_ext.zenflow.built_parts import RULES, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.decide import decide
@@ -124,7 +123,7 @@ def start_optimizer(
         _copy_to_host(part[decided.head :], partition.master)
     if (told := swap_warning(psutil.swap_memory().used - swapped)) is not None:
         logger.warning(f"rank {ranks.rank}: {told}")
-    rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
+    rule = RULES[type(plan.rule)](plan, partitions, link, ranks, kind, metrics)
     store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
     host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=is_on_cpu)

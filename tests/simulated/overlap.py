@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks, decide
+from deepspeed_ext.zenflow.plan import chunks, decide, plan
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
@@ -136,6 +136,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
         with (
             patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
             patch.object(decide, "SLOTS_OF_CHUNKS", way.slots),
+            patch.object(plan, "SLOTS_OF_CHUNKS", way.slots),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))

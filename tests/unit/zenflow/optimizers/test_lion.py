@@ -13,7 +13,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import settings_of
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 from tests.support.same import assert_same
@@ -89,7 +89,7 @@ def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(
 ) -> None:
     kind, p, m = lion(), torch.randn(n), torch.randn(n)
     known = kind.publish(kind.ahead(STEP), (p, m), block, torch.empty(n))
-    settings = PredictiveSettings.of(ZenFlowConfig(block_size=block), layout=kind.layout)
+    settings = settings_of(ZenFlowConfig(block_size=block), kind.layout)
     assert settings.nbytes(n).kept == {
         "signs and means": kind.estimate(STEP, known, block).kept.nbytes
     }
@@ -99,5 +99,5 @@ def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(
 def test_temporaries_are_two_arrays_and_the_signs_or_y(in_place: bool, nbytes: int) -> None:
     """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from
     the host."""
-    settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1), layout=lion().layout)
+    settings = settings_of(ZenFlowConfig(update_interval=1), lion().layout)
     assert settings.nbytes(1000, 2, in_place=in_place).step == 1000 * nbytes

@@ -59,12 +59,13 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         where = Place.HOST if partition.device.type == "cpu" else Place.ACCELERATOR
         said.append(("gradient", plan.places.gradient, where))
     if transfers._buffers:
-        assert plan.chunks is not None
         tensors = [each for one in transfers._buffers for each in (one.published, one.means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
         equal_items = plan.dtypes.y_replaces_gradient
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
-        said.append(("slots", plan.chunks.slots, len(transfers._slots)))
+        said.append(
+            ("slots", bool(plan.slot_numel) * chunks.SLOTS_OF_CHUNKS, len(transfers._slots))
+        )
     parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(values.nbytes for part in parts for values, _ in part)
     said.append(("share", plan.head_bytes, share))

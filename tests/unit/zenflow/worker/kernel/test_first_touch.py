@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArrayKey, Dtypes, PerBlock, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArrayKey, Dtypes, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
@@ -82,9 +82,8 @@ def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
 @pytest.mark.parametrize("numel", [1, 31, 32, 1000, 4096])
 def test_bytes_of_a_block_are_those_of_each_array(numel: int) -> None:
     dtypes = Dtypes("bfloat16", "float32", "float32", "bfloat16")
-    known = PerBlock("known", "int32", True)
     layout = replace(ADAM_STATE, moment_dtype="int8", with_signs=True)
-    kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1)
+    kinds = ArenaKinds(layout, 32, dtypes, per_block=True, lifts_y=True, slots=1)
     specs = [spec for spec in kinds.of(0, numel) if not spec.kind.endswith("shown")]
     arena = Arena.create(plan_layout(specs))
     found = {spec.kind: block_bytes(arena, ArrayKey(spec.kind, 0), 32) for spec in specs}
