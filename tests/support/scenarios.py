@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import errno
-import gc
 import json
 import logging
 import os
@@ -159,28 +158,6 @@ def _state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "variable": os.environ.get("OMP_NUM_THREADS"),
     }
-
-
-def several_bindings() -> dict[str, Any]:
-    """Two bindings at once, of which the first ends first, and then one that is dropped."""
-    import torch
-
-    torch.set_num_threads(2)
-    _torch_work()
-    stop = _idle_thread()
-    first, second = _start(), _start()
-    plans, answer = [first.plan, second.plan], {"both": _state()}
-    first.restore()
-    answer["one"] = _state()
-    second.restore()
-    answer["none"] = _state()
-    third = _start()
-    plans.append(third.plan)
-    del third
-    gc.collect()
-    answer["dropped"] = _state()
-    stop.set()
-    return answer | {"plans": [(plan.pytorch, plan.optimizer) for plan in plans]}
 
 
 def different_bindings() -> dict[str, Any]:
