@@ -85,8 +85,6 @@ class RankPlan:
     """Number of training cores, which is the number of OpenMP threads."""
     numa_node: int
     """Node of the first training core; -1 if it is on no node."""
-    optimizer_node: int
-    """Node of the optimizer's cores; -1 if they are on no node, or on several."""
     flags: tuple[str, ...] = ()
     """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware
     threads of one core. ``split``: the optimizer's cores are on several nodes, so each of its
@@ -282,7 +280,6 @@ class _HostPlanner:
             optimizer=tuple(sorted(usable[core][0] for core in chosen)),
             pytorch_threads=training,
             numa_node=home,
-            optimizer_node=min(nodes) if len(nodes) == 1 else -1,
             flags=(*(["split"] if len(nodes) > 1 else []), *self._common_flags(rank)),
             reason=why,
         )
@@ -322,7 +319,6 @@ class _HostPlanner:
             optimizer=(pus[1:2] or pus[:1]) if is_separate else (),
             pytorch_threads=1,
             numa_node=core.node,
-            optimizer_node=core.node,
             flags=(*flags, *self._common_flags(rank)),
             reason="more ranks than cores" if is_crowded else "a single core",
         )

@@ -56,9 +56,8 @@ class WorkerThreads:
 
     def start(self, arena: Arena, plan: ZenFlowPlan) -> OptimizerProcess:
         """Start the worker on this rank's arena, which `plan` describes."""
-        placement = None if self.placement is None else str(self.placement)
         chunk = plan.chunk_numel if plan.copies is Copies.BESIDE_STEP else None
-        how = placement, self.count, library_path(), chunk
+        how = self.placement, self.count, library_path(), chunk
         return OptimizerProcess(
             arena,
             WorkerPlan(arena.layout, plan.rule.layout, plan.rule.block_size, *how),

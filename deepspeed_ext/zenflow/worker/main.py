@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
@@ -89,7 +88,7 @@ def _watch(parent_pid: int) -> None:
 
 def _serve(channel: Channel, arena_fd: int) -> None:
     plan: WorkerPlan = _next(channel)
-    placement = WorkerPlacement.parse(plan.placement) if plan.placement is not None else None
+    placement = plan.placement
     warning = placement.bind_process() if placement is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     if (

@@ -12,7 +12,6 @@ from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores import binding, threads
 from deepspeed_ext.cores.binding import Agreement, CoreBinding
 from deepspeed_ext.cores.plan import PlanRequest, RankPlan
-from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.scenarios import run_scenario, run_with_torch
@@ -144,9 +143,8 @@ def test_a_thread_that_leaves_its_set_is_seen_and_brought_back() -> None:
 @pytest.mark.parametrize("place", ["one", pytest.param("all", marks=pytest.mark.full), "one each"])
 def test_a_worker_takes_its_place_before_torch(place: str) -> None:
     cpus = CPUS[-1:] if place == "one" else CPUS
-    text = str(WorkerPlacement(frozenset(cpus), 0, place == "one each"))
     answer: dict[str, Any] = run_scenario(
-        "worker_process", text, OMP_NUM_THREADS="7", OMP_PROC_BIND="close"
+        "worker_process", cpus, place == "one each", OMP_NUM_THREADS="7", OMP_PROC_BIND="close"
     )
     assert answer["complaint"] is None
     assert all_within(answer["masks"], cpus)
@@ -158,19 +156,10 @@ def test_a_worker_takes_its_place_before_torch(place: str) -> None:
 
 
 def test_a_worker_whose_cpus_are_gone_says_so_and_runs() -> None:
-    answer = run_scenario("worker_process", "4001@0")
+    answer = run_scenario("worker_process", [4001], False)
     assert "4001" in answer["complaint"]
     assert distinct(answer["masks"]) == {tuple(CPUS)}
     assert answer["threads"] == 1
-
-
-@pytest.mark.parametrize(
-    "place", [WorkerPlacement(frozenset({3, 8, 9}), 2), WorkerPlacement(frozenset({1}), -1, True)]
-)
-def test_a_place_travels_as_one_word(place: WorkerPlacement) -> None:
-    assert WorkerPlacement.parse(str(place)) == place
-    assert " " not in str(place)
-    assert format_cpulist(place.cpus) in str(place)
 
 
 @several_cpus
@@ -185,7 +174,7 @@ def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
     """A thread of the worker roams; this process stays where it is."""
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
-    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 1, 0, 0)
+    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 1, 0)
     bound = CoreBinding(Agreement(plan, None))
     assert bool(bound.refresh(os.getpid())) == (len(CPUS) > 1)
     assert len(heard) == (len(CPUS) > 1)
@@ -221,7 +210,7 @@ def test_loaders_that_crowd_the_default_cores_of_pytorch_are_told_of(
     monkeypatch.setattr(binding.multiprocessing, "active_children", lambda: children)
     monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
     monkeypatch.setattr(binding, "_confine", lambda plan: None)
-    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 2, 0, 0)
+    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 2, 0)
     assert CoreBinding(Agreement(plan, None, request=request_)).refresh() == ""
     found = [line for line in heard if "data loader processes share 2 cores" in line]
     assert len(found) == (wanted is not None)
