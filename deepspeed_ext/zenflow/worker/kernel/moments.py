@@ -12,7 +12,6 @@ import torch
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 from deepspeed_ext.zenflow.worker.kernel.rounding import (
-    CODE_DTYPES,
     CODES,
     HASH_FACTORS,
     HASH_SHIFTS,
@@ -104,7 +103,7 @@ def round_moments(
     if dtype == "float32":
         return
     for moment, up_by, code_dtype in zip(
-        (m, v), _random_halves(step, first, m.numel(), m.device), CODE_DTYPES, strict=True
+        (m, v), _random_halves(step, first, m.numel(), m.device), CODES, strict=True
     ):
         if dtype == "bfloat16":
             _round_to_bfloat16(moment, up_by)
