@@ -13,6 +13,7 @@ A share can move because the host's arrays may begin behind elements that are no
 
 from __future__ import annotations
 
+import enum
 import math
 import statistics
 from bisect import bisect_right
@@ -31,6 +32,7 @@ __all__ = [
     "UNITS",
     "WATCHED_STEPS",
     "ChainTimes",
+    "Limit",
     "MeasuredStep",
     "accelerator_bytes",
     "best_threads",
@@ -80,18 +82,29 @@ NOT_LIMITED = 0.05
 # -- what is measured ----------------------------------------------------------------------------
 
 
-_LIMITS = {
-    "nothing": "nothing limits it",
-    "worker": (
+class Limit(enum.IntEnum):
+    """What makes a step longer than one without the optimizer; metrics show its number."""
+
+    NOTHING = 0
+    WORKER = 1
+    LINK = 2
+    GATHER = 3
+    STEP = 4
+    """The step's own work on the accelerator."""
+
+
+_TOLD = {
+    Limit.NOTHING: "nothing limits it",
+    Limit.WORKER: (
         "the optimizer process limits it{cores}: fewer pt_reserved_cores, state_dtype bfloat16, or "
         "more work per step make it shorter"
     ),
-    "link": (
+    Limit.LINK: (
         "the link to the host limits it: more work per step, or more of the optimizer on the "
         "accelerator (offload_optimizer.ratio), make it shorter"
     ),
-    "gather": "the gather of the weights limits it",
-    "step": "the step's own work on the accelerator limits it",
+    Limit.GATHER: "the gather of the weights limits it",
+    Limit.STEP: "the step's own work on the accelerator limits it",
 }
 
 
@@ -123,16 +136,16 @@ class MeasuredStep:
         return (self.device + self.inside) / self.device
 
     @property
-    def limit(self) -> str:
-        """What takes the largest part of the optimizer step: a key of `_LIMITS`."""
+    def limit(self) -> Limit:
+        """What takes the largest part of the optimizer step."""
         if self.slowdown < 1.0 + NOT_LIMITED:
-            return "nothing"
+            return Limit.NOTHING
         own = self.inside - self.wait - self.gather
         if self.wait < max(own, self.gather):
-            return "step" if own >= self.gather else "gather"
+            return Limit.STEP if own >= self.gather else Limit.GATHER
         if self.link:
-            return "worker" if self.worker >= self.link else "link"
-        return "worker" if self.wait >= 2 * self.exposed_copies else "link"
+            return Limit.WORKER if self.worker >= self.link else Limit.LINK
+        return Limit.WORKER if self.wait >= 2 * self.exposed_copies else Limit.LINK
 
     @property
     def exposed_copies(self) -> float:
@@ -149,7 +162,7 @@ def limit_line(step: MeasuredStep, cores: tuple[int, int] | None = None) -> str:
         cores: those of the optimizer process, and all of its rank; None: not known.
     """
     of_cores = "" if cores is None else " ({} of {} cores)".format(*cores)
-    told = _LIMITS[step.limit].format(cores=of_cores)
+    told = _TOLD[step.limit].format(cores=of_cores)
     return f"ZenFlow: a step takes {step.slowdown:.2f}x its time without the optimizer; {told}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.share import MeasuredStep, limit_line
+from deepspeed_ext.zenflow.plan.share import Limit, MeasuredStep, limit_line
 
 
 def step(device: float, inside: float, wait: float, worker: float, **rest: float) -> MeasuredStep:
@@ -14,19 +14,19 @@ def step(device: float, inside: float, wait: float, worker: float, **rest: float
 @pytest.mark.parametrize(
     ("measured", "limit"),
     [
-        (step(1.00, 0.04, 0.03, 1.00), "nothing"),
-        (step(1.00, 0.30, 0.28, 1.27), "worker"),
-        (step(1.00, 0.30, 0.28, 1.27, link=0.9), "worker"),
-        (step(1.00, 0.30, 0.28, 0.60, link=1.27), "link"),
-        (step(1.00, 0.30, 0.28, 0.60), "link"),
-        (step(1.00, 0.30, 0.10, 1.00, gather=0.18), "gather"),
-        (step(1.00, 0.30, 0.10, 1.00, gather=0.02), "step"),
-        (step(1.00, 0.30, 0.29, 1.20), "worker"),
-        (step(1.00, 0.30, 0.29, 1.10), "link"),
+        (step(1.00, 0.04, 0.03, 1.00), Limit.NOTHING),
+        (step(1.00, 0.30, 0.28, 1.27), Limit.WORKER),
+        (step(1.00, 0.30, 0.28, 1.27, link=0.9), Limit.WORKER),
+        (step(1.00, 0.30, 0.28, 0.60, link=1.27), Limit.LINK),
+        (step(1.00, 0.30, 0.28, 0.60), Limit.LINK),
+        (step(1.00, 0.30, 0.10, 1.00, gather=0.18), Limit.GATHER),
+        (step(1.00, 0.30, 0.10, 1.00, gather=0.02), Limit.STEP),
+        (step(1.00, 0.30, 0.29, 1.20), Limit.WORKER),
+        (step(1.00, 0.30, 0.29, 1.10), Limit.LINK),
     ],
 )
-def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: str) -> None:
-    assert measured.limit == limit
+def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: Limit) -> None:
+    assert measured.limit is limit
 
 
 def test_copies_that_stay_inside_the_step_are_what_the_pass_does_not_explain() -> None:
