@@ -104,19 +104,19 @@ class ZenFlowPlan:
     share_reason: Reason = Reason("", "")
     other_reasons: tuple[Reason, ...] = ()
 
-    # -- places ------------------------------------------------------------------------------------
+    # -- places: settled once, because steps ask for them ------------------------------------------
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether exact weights are waited for where they are used, or peeked at."""
         return self.peeks or self.wait is Wait.FORWARD
 
-    @property
+    @cached_property
     def copies(self) -> Copies:
         """What crosses the link."""
         return self.places.copies
 
-    @property
+    @cached_property
     def source(self) -> Source:
         """Where gradients come from."""
         return self.places.source
@@ -135,7 +135,7 @@ class ZenFlowPlan:
 
     # -- the arena ---------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def is_in_transit(self) -> bool:
         """Whether gradients and y pass through the host in slots of chunks."""
         return self.slot_numel > 0
