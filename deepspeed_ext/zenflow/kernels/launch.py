@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +20,8 @@ from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamPasses, AdamStep
-from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
+from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
 
 __all__ = [
     "NORM_PART",
@@ -83,12 +82,6 @@ def _found(device_type: str) -> ModuleType | str:
     return device if served == device_type else f"Triton serves {served}, not {device_type}"
 
 
-def _kernels(device_type: str) -> ModuleType:
-    found = _found(device_type)
-    assert isinstance(found, ModuleType), found
-    return found
-
-
 def missing(device: torch.device) -> str | None:
     """Why no kernel runs on `device`; None if they do."""
     found = _found(device.type)
@@ -129,7 +122,7 @@ def _run(
 ) -> None:
     """Launch a kernel on the current stream, and tell autograd what it writes."""
     device = arrays[0].device
-    module = _kernels(device.type)
+    module = _found(device.type)
     _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
     with get_accelerator().device(device.index):
         getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
@@ -168,7 +161,7 @@ def predict(
     if serves(block_size, *arrays, inverse):
         _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = host.predict if host.serves(inverse, grad, weights, published) else definition.predict
+    run = host.predict if host.serves(*arrays, inverse) else definition.predict
     run(*arrays, inverse, *numbers, block_size)
 
 
@@ -189,7 +182,9 @@ def adam_step(
         AdamPasses.take_step([*flat[:3], *scales], flat[3], step, block_size)
         weights.copy_(p)
         return
-    numbers = [rounding_key(step.step), *astuple(AdamConstants.of(step))]
+    betas = step.beta1, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2
+    scales_of_step = *step.corrections, step.grad_scale, step.lr
+    numbers = (rounding_key(step.step), *scales_of_step, *betas, step.eps, step.l2, step.decay)
     of_blocks = scales or flat[1:3]  # which are not read as scales
     written = [*flat[:3], flat[-1], *scales]
     _run_on_blocks("adam_step", flat, of_blocks, numbers, block_size, written)

@@ -170,7 +170,7 @@ CANNOT_BE_AGREED_ON = {
 NOT_ASKED_FOR = tuple(name for names in CANNOT_BE_AGREED_ON.values() for name in names)
 HARMLESS = {
     "whether a wait comes to them depends on how fast the worker is": (
-        "zenflow/worker/channel.py:",
+        "zenflow/worker/messages.py:",
         "zenflow/worker/process.py:OptimizerProcess._exchange",
         "zenflow/worker/process.py:OptimizerProcess._note",
     ),

@@ -18,7 +18,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.worker.kernel.moments import decode
+from deepspeed_ext.zenflow.worker.kernel.definition import decode
 
 __all__ = ["Sample", "blocks_per_sample"]
 

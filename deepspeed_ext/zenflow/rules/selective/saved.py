@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["SelectivePartitionValues", "recorrect", "rows_of"]

@@ -10,8 +10,8 @@ import torch
 
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.worker.kernel.definition import decode
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
-from deepspeed_ext.zenflow.worker.kernel.moments import decode
 
 BLOCK = 4
 
