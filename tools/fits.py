@@ -19,7 +19,14 @@ from pathlib import Path
 
 from deepspeed_ext.commands.memory.fit import GPU_RESERVE, Question, fits, suggested
 from deepspeed_ext.commands.memory.model import GIB, known, machine_of, read_shape, typical
-from deepspeed_ext.commands.memory.setup import MOMENTS, Model, Setup, ways, zero_section
+from deepspeed_ext.commands.memory.setup import (
+    MOMENTS,
+    Model,
+    Setup,
+    sums_section,
+    ways,
+    zero_section,
+)
 
 __all__ = ["OWNED", "PAGE", "Owned", "flash_largest", "largest", "page", "row", "table"]
 
@@ -57,7 +64,7 @@ OWNED = (
 def groups() -> dict[str, list[Setup]]:
     """The columns: ZeRO-Offload, and ours by the dtype of its moments, each with both rules, at
     both stages and with weights on either side."""
-    every = list(ways(-(-Question.tokens // Question.sequence)))
+    every = [*ways(), *ways(-(-Question.tokens // Question.sequence))]
     found = {"ZeRO-Offload": [setup for setup in every if setup.offload]}
     for dtype, name in MOMENTS.items():
         ours = [each for each in every if each.zenflow and each.zenflow.state_dtype == dtype]
@@ -101,7 +108,9 @@ def flash_largest(machine: Owned) -> int:
         middle = (low + high) // 2
         asked = question(machine, 0, middle)
         gathered = 2 * 2 * 12 * asked.shape.width**2 if machine.gpus > 1 else 0
-        needed = FLASH_BYTES * middle // machine.gpus + gathered + asked.activations
+        needed = (
+            FLASH_BYTES * middle // machine.gpus + gathered + asked.activations(asked.micro_steps)
+        )
         fitting = needed + GPU_RESERVE <= (asked.machine.gpu_bytes or 0)
         low, high = (middle, high) if fitting else (low, middle)
     return low
@@ -142,7 +151,11 @@ def named(name: str, card: str, host_gib: int) -> tuple[str, str]:
     for fused in (False, True):
         best = suggested(fits(replace(asked, fused_loss=fused)))
         if best is not None:
-            section = json.dumps(zero_section(best.setup), separators=(",", ":"))
+            parts = [
+                zero_section(best.setup),
+                *([sums] if (sums := sums_section(best.setup)) else []),
+            ]
+            section = ", ".join(json.dumps(part, separators=(",", ":")) for part in parts)
             return section, f"{best.seconds:.1f}{'*' * fused}"
     return "", ""
 
@@ -162,7 +175,7 @@ def models_table() -> str:
             rows.append([f"`{card}`", name, *cells])
     head = ["card", "model", *(f"{host}" for host in NAMED_HOST_GIB)]
     configs = [[letter, f"`{section}`"] for section, letter in letters.items()]
-    return f"{table(head, rows)}\n{table(['', '`zero_optimization`'], configs)}"
+    return f"{table(head, rows)}\n{table(['', '`zero_optimization`, and `data_types` with two micro-steps'], configs)}"
 
 
 def speeds_table() -> str:

@@ -43,7 +43,7 @@ def test_smaller_moments_and_larger_hosts_never_hold_less() -> None:
 
 def test_flash_optim_fits_by_its_seven_bytes() -> None:
     params = fits.flash_largest(CARD)
-    left = 24 * GIB - GPU_RESERVE - fits.question(CARD, 64, params).activations
+    left = 24 * GIB - GPU_RESERVE - fits.question(CARD, 64, params).activations(2)
     assert 7 * params <= left < 7 * (params + 10**8)
     several = fits.flash_largest(Owned("rtx4090", 8, ()))
     assert 4 * params < several < 8 * params + 8 * 10**9

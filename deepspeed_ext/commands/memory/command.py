@@ -153,8 +153,7 @@ def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> st
         "host.",
         f"Assumed: {machine.name}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s "
         f"each way, {machine.host_of_rank / 1e9:.0f} GB/s of host memory per GPU.",
-        f"Activations: {_gib(question.activations)} GiB of {question.sequence:,} tokens, "
-        f"{recomputed}, {loss}.",
+        f"Activations of a micro-step: {_activations(question)}, {recomputed}, {loss}.",
         "Kept free: {} GiB of a GPU, {} GiB of a host and {} for each of its ranks.".format(*kept),
         *(f"note: {note}" for note in notes),
         "",
@@ -167,6 +166,12 @@ def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> st
     if len(shown) < len(found):
         lines.append(f"Each line is the best of its kind; --all shows all {len(found)} ways.")
     return "\n".join(lines)
+
+
+def _activations(question: Question) -> str:
+    counts = sorted({1, question.micro_steps})
+    sizes = ((question.tokens // count, question.activations(count)) for count in counts)
+    return ", ".join(f"{_gib(size)} GiB of {tokens:,} tokens" for tokens, size in sizes)
 
 
 def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
@@ -210,7 +215,8 @@ def _miss(found: Sequence[Fit]) -> list[str]:
             "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
             f"{fused.name}."
         )
-    room = (question.machine.gpu_bytes or 0) - GPU_RESERVE - question.activations
+    made = question.activations(question.micro_steps)
+    room = (question.machine.gpu_bytes or 0) - GPU_RESERVE - made
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [
@@ -277,7 +283,7 @@ def as_json(found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
         "dtype": model.dtype,
         "ranks": machine.ranks,
         "ranks_per_host": machine.per_host,
-        "activation_bytes": question.activations,
+        "activation_bytes": question.activations(question.micro_steps),
         "assumed": {
             "link_bytes_per_second": machine.link,
             "host_bytes_per_second": machine.host,

@@ -43,7 +43,7 @@ class Question:
         shape: the model's.
         model: its parameters.
         tokens: tokens per GPU and optimizer step.
-        sequence: tokens per GPU and micro-step, whose activations count.
+        sequence: tokens of a GPU in the smallest micro-step; a step may be one micro-step, too.
         recomputed: activations are recomputed in backward.
         fused_loss: the loss makes no logits of all tokens at once (Liger's kernel).
     """
@@ -57,15 +57,15 @@ class Question:
     fused_loss: bool = False
 
     @property
-    def accumulation(self) -> int:
-        """Micro-steps of a step."""
+    def micro_steps(self) -> int:
+        """The most micro-steps of a step."""
         return -(-self.tokens // self.sequence)
 
-    @property
-    def activations(self) -> int:
-        """Bytes of activations of a GPU."""
+    def activations(self, micro_steps: int) -> int:
+        """Bytes of activations of a GPU in a step of so many micro-steps."""
         how = {"recomputed": self.recomputed, "fused_loss": self.fused_loss}
-        return self.shape.activation_bytes(self.sequence, self.model.itemsize, **how)
+        at_once = max(self.sequence, -(-self.tokens // micro_steps))
+        return self.shape.activation_bytes(at_once, self.model.itemsize, **how)
 
     @property
     def forward(self) -> float:
@@ -136,7 +136,8 @@ class Fit:
         """Bytes of a GPU, with activations in forward and backward, and of a host with all its
         ranks."""
         there = Place.ACCELERATOR
-        in_backward = self.plan.nbytes(there, Phase.BACKWARD) + self.question.activations
+        made = self.question.activations(self.setup.accumulation)
+        in_backward = self.plan.nbytes(there, Phase.BACKWARD) + made
         gpu = max(self.plan.peak(there), in_backward)
         return {there: gpu, Place.HOST: self.plan.host_peak()}
 
@@ -171,9 +172,11 @@ class Fit:
 
 
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
-    """Rate all ways on this machine, or only `setups`. If a run puts gradients on the host by
-    itself, the way that asks for it stands for both."""
-    tried = ways(question.accumulation) if setups is None else setups
+    """Rate all ways on this machine, each with a step in one micro-step and in as many as
+    sequences, or only `setups`. If a run puts gradients on the host by itself, the way that asks
+    for it stands for both."""
+    several = ways(question.micro_steps) if question.micro_steps > 1 else ()
+    tried = (*ways(), *several) if setups is None else setups
     found = (_fit(question, setup) for setup in tried)
     return list({fit.name: fit for fit in found}.values())
 
@@ -212,13 +215,15 @@ def suggested(found: Sequence[Fit]) -> Fit | None:
 
 
 def _simplicity(fit: Fit) -> tuple[float, ...]:
-    """Without offload, then with the exact rule, then with weights on the GPU, then at the lower
-    stage, then with less of the optimizer on the GPU."""
+    """Without offload, then with the exact rule, then with sums in fp32, then with weights on the
+    GPU, then in one micro-step, then at the lower stage, then with less of the optimizer on the
+    GPU."""
     setup, plan = fit.setup, fit.plan.zenflow
     is_predicted = setup.zenflow is not None and setup.zenflow.rule != "exact"
     offloads = setup.offload or setup.zenflow is not None
     moved = 0.0 if plan is None else 1.0 - plan.host_share
-    return offloads, is_predicted, setup.offload_param, setup.stage, moved, fit.seconds
+    costs = offloads, is_predicted, setup.sums == "bf16", setup.offload_param
+    return *costs, setup.accumulation, setup.stage, moved, fit.seconds
 
 
 def nearest(found: Sequence[Fit]) -> Fit:

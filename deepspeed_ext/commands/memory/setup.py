@@ -221,8 +221,11 @@ def name_of(setup: Setup, plan: ZenFlowPlan | None = None) -> str:
             parts.append(f"{1 - plan.host_share:.0%} on the GPU")
         leaves = zenflow.gradients_on_host or (plan is not None and plan.copies is Copies.WEIGHTS)
         parts += ["gradients on host"] if leaves and not is_on_host else []
-        parts += ["bf16 sums"] if setup.sums == "bf16" else []
-    return ", ".join([*parts, *(["weights on host"] if is_on_host else [])])
+    parts += ["weights on host"] if is_on_host else []
+    if setup.accumulation > 1:
+        of = " in bf16" if setup.sums == "bf16" else ""
+        parts.append(f"{setup.accumulation} micro-steps{of}")
+    return ", ".join(parts)
 
 
 # -- configs ---------------------------------------------------------------------------------------

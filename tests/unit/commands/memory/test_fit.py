@@ -117,7 +117,7 @@ def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> Non
 def test_recomputation_counts_the_same_way_in_memory_and_in_time() -> None:
     recomputed, kept = (asked(machine(None), recomputed=value) for value in (True, False))
     assert recomputed.compute == pytest.approx(kept.compute * 8 / 6)
-    assert recomputed.activations < kept.activations / 3
+    assert recomputed.activations(1) < kept.activations(1) / 3
     assert recomputed.compute == 8 * LLAMA.active * recomputed.tokens / FAST["flops"]
 
 
@@ -147,7 +147,9 @@ def test_what_fits_leaves_the_reserve_and_room_for_activations(
     found, there = fits(question), Place.ACCELERATOR
     assert len(found) == len(by_name(found))
     for fit in found:
-        backward = fit.plan.nbytes(there, Phase.BACKWARD) + question.activations
+        backward = fit.plan.nbytes(there, Phase.BACKWARD) + question.activations(
+            fit.setup.accumulation
+        )
         assert fit.needed[there] == max(fit.plan.peak(there), backward)
         assert (there in fit.short) == (fit.needed[there] > int(gpu * GIB) - GPU_RESERVE)
         reserve = HOST_RESERVE + min(8, gpus) * RANK_RESERVE
