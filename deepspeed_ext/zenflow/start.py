@@ -185,12 +185,12 @@ def _first_steps(
     steps hide nothing.
 
     Threads stay under a rule with limits (`RuleSettings.limits`), on the CPU as accelerator, where
-    the pass and forward share cores, with weights that arrive in forward, where no step is
-    synchronous, and where they are pinned near their memory.
+    the pass and forward share cores, with exact weights that arrive in forward, where no step
+    is synchronous, and where they are pinned near their memory.
     """
     config, rule, count = start.run.config, plan.rule, threads.count
     pinned = threads.placement is not None and threads.placement.pin_each_thread
-    is_late = plan.wait is Wait.FORWARD
+    is_late = plan.wait is Wait.FORWARD and not rule.overlapped
     stay = pinned or is_on_cpu or is_late or rule.limits or not config.autotune
     counts = (count,) if stay else thread_counts(count)
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):

@@ -80,7 +80,7 @@ class ZenFlowPlan:
         host_share: fraction of each partition that steps on the host.
         chunks: the chunks of copies beside the step; None: no copies run there.
         caller: what the ZeRO optimizer around ZenFlow does.
-        wait: what waits for exact weights.
+        wait: what waits for weights that arrive by themselves.
         peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
         saves_beside: whether checkpoints are written beside training.
         measures_share: whether the share is chosen after steps were measured (`plan.share`).
@@ -106,9 +106,9 @@ class ZenFlowPlan:
     # -- places ------------------------------------------------------------------------------------
 
     @property
-    def streams(self) -> bool:
-        """Whether exact weights are waited for where they are used, or peeked at."""
-        return self.peeks or self.wait is Wait.FORWARD
+    def predicts_in_chunks(self) -> bool:
+        """Whether the host predicts weights chunk by chunk, which arrive as peeked ones do."""
+        return self.rule.estimates and self.copies is Copies.WEIGHTS
 
     @property
     def copies(self) -> Copies:

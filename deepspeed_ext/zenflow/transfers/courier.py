@@ -68,17 +68,19 @@ class Parcel:
         start_down: starts its copy to the host; returns events after which the worker may take it:
             its gradient has arrived, and nothing reads what the task will overwrite. None: nothing
             to wait for.
-        task: the worker's task.
+        task: the worker's task; None: `predict` gives the result.
         bring_up: called by the courier to start the copy of the result to its place; None: there is
             none.
+        predict: computes the result in the courier's thread; None: `task` gives it.
         down: the events; None before `send`.
         here: opens once the worker has answered and the copy of the result has been started, or an
             error has ended the shipment.
     """
 
     start_down: Callable[[], Iterable[Any]]
-    task: WorkerTask
+    task: WorkerTask | None
     bring_up: Callable[[], None] | None = None
+    predict: Callable[[], None] | None = None
     down: Iterable[Any] | None = None
     here: Latch = field(default_factory=Latch, init=False)
 
@@ -87,12 +89,18 @@ class Parcel:
         if self.down is None:
             self.down = self.start_down()
 
+    def wait(self) -> None:
+        """Wait until the worker may take it."""
+        for event in self.down or ():
+            if event is not None:
+                event.synchronize()
+
 
 class Shipment:
     """Parcels sent together, in order.
 
     Args:
-        parcels: the parcels; the first `at_once` may already have been sent.
+        parcels: the parcels, those without a task first; `at_once` may already have been sent.
         at_once: how many of them may be on the host at once, at least 2; None: all.
 
     Attributes:
@@ -113,24 +121,34 @@ class Shipment:
 
     def carry(self) -> None:
         """Deliver all parcels. Called by the courier's thread."""
-        process, parcels, numbers = self._process, self._parcels, list[int]()
+        process, parcels, numbers = self._process, self._parcels, deque[int]()
         assert process is not None
         for parcel in parcels[: self._at_once]:
             parcel.send()
-        for turn in range(len(parcels) + _PARCELS_AHEAD):
-            for parcel in parcels[turn : turn + 1]:
-                for event in parcel.down or ():
-                    if event is not None:
-                        event.synchronize()
+        for parcel in parcels:
+            parcel.wait()
+            if parcel.predict is not None:
+                parcel.predict()
+                self._deliver()
+            if parcel.task is not None:
                 numbers.append(process.submit([parcel.task]))
-            if turn >= _PARCELS_AHEAD:
-                process.wait_for(numbers[self.carried])
-                if (bring_up := parcels[self.carried].bring_up) is not None:
-                    bring_up()
-                parcels[self.carried].here.open()
-                self.carried += 1
-                for parcel in parcels[self.carried + self._at_once - 1 :][:1]:
-                    parcel.send()  # the place is free
+            if len(numbers) > _PARCELS_AHEAD:
+                process.wait_for(numbers.popleft())
+                self._deliver()
+        for number in numbers:
+            process.wait_for(number)
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """The result of the oldest parcel is on the host: start its way up, and send the parcel
+        that comes to its place."""
+        parcel = self._parcels[self.carried]
+        if parcel.bring_up is not None:
+            parcel.bring_up()
+        parcel.here.open()
+        self.carried += 1
+        for parcel in self._parcels[self.carried + self._at_once - 1 :][:1]:
+            parcel.send()  # the place is free
 
     def finish(self) -> None:
         """Record that nothing is left to do."""

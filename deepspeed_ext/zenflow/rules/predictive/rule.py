@@ -15,6 +15,7 @@ import torch
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
+from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
@@ -25,7 +26,8 @@ from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.transfers.stream import Predict
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = ["PredictionState", "PredictiveRule"]
 
@@ -81,6 +83,7 @@ class PredictiveRule(UpdateRule):
             guarded=self._factor > 0.0,
             source=plan.source,
             wait=plan.wait,
+            in_chunks=plan.predicts_in_chunks,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -112,7 +115,7 @@ class PredictiveRule(UpdateRule):
         if plan.predicts:
             self._read_results()  # of all partitions, which go with their `last` so far
         state.last = step
-        if not plan.predicts:
+        if not plan.predicts or plan.wait is not Wait.NEXT_STEP:
             return
         assert state.estimator is not None, "the schedule begins with a synchronous step"
         for span, y, weights in self._link.stream.parts(partition.index):
@@ -120,6 +123,16 @@ class PredictiveRule(UpdateRule):
             with self._metrics.timing_estimate():
                 self._kind.predict(estimator, weights, y, grad[slice(*span)], step)
             self._metrics.bytes_up += y.nbytes
+
+    def predict(self, partition: Partition) -> Predict:
+        state = self.states[partition.index]
+        estimator, step = state.estimator, state.last
+        assert estimator is not None, "the schedule begins with a synchronous step"
+
+        def predict(span: Span, y: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor) -> None:
+            self._kind.predict(estimator.of(*span), weights, y, grad, step)
+
+        return predict
 
     def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
         step = self.states[partition.index].last

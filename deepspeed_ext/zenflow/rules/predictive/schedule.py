@@ -37,8 +37,8 @@ the measured need (docs/results.md)."""
 class PredictivePlan(StepPlan):
     """Describes one optimizer step.
 
-    If ``wait`` is `Wait.NEXT_STEP`, W = round(y - effect of the gradient), where y is the result of
-    the update before. Otherwise W = round(p), which the worker gives for this step's gradient.
+    If it predicts, W = round(y - effect of the gradient), where y is the result of the update
+    before. Otherwise W = round(p), which the worker gives for this step's gradient.
 
     Attributes:
         publish_ahead: whether the next step is predicted, so the worker publishes the extrapolated
@@ -48,11 +48,6 @@ class PredictivePlan(StepPlan):
 
     publish_ahead: bool
     probes: bool = False
-
-    @property
-    def predicts(self) -> bool:
-        """Whether the step computes its weights from y and an estimate."""
-        return self.wait is Wait.NEXT_STEP
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,8 @@ class PredictiveSchedule(Schedule):
         warm_up_steps: synchronous steps at the start, at least one; None: `_WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
         source: where gradients come from.
-        wait: what waits for exact weights, if steps never overlap.
+        wait: what waits for weights that arrive: exact ones, if steps never overlap.
+        in_chunks: whether predicted ones arrive, too; otherwise their step writes them.
     """
 
     def __init__(
@@ -85,10 +81,11 @@ class PredictiveSchedule(Schedule):
         guarded: bool = False,
         source: Source = Source.COPY,
         wait: Wait = Wait.STEP,
+        in_chunks: bool = False,
     ) -> None:
         self.state = PredictiveState(is_exact=not overlap)
         self.ring = slots_at(source) if overlap else 1
-        self._wait = wait
+        self._wait, self._in_chunks = wait, in_chunks
         self._warm_up_steps = warm_up_steps
         self._guarded = guarded and overlap
 
@@ -102,7 +99,8 @@ class PredictiveSchedule(Schedule):
         state, guard = self.state, self.state.guard
         overlaps = not (state.is_exact or guard.synchronous)
         if overlaps and state.is_ahead and state.steps >= self.warm_up_steps:
-            return PredictivePlan(wait=Wait.NEXT_STEP, publish_ahead=True, probes=guard.is_due)
+            wait, probes = self._wait if self._in_chunks else Wait.NEXT_STEP, guard.is_due
+            return PredictivePlan(wait=wait, predicts=True, publish_ahead=True, probes=probes)
         ahead = overlaps and state.steps + 1 >= self.warm_up_steps
         wait = self._wait if state.is_exact else Wait.STEP
         probes = guard.synchronous and guard.is_due

@@ -127,7 +127,7 @@ def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
                 del source
                 # where the allocator has just got room
                 other = torch.full((numel,), float("nan"), device=device)
-            stream.depart([TASK])
+            stream.depart([TASK], {})
             stream.wait()
             arrived.append(torch.equal(target, expected))
             accelerator.synchronize()
@@ -168,11 +168,11 @@ def two_gradients(numel: int, first_is_carried: bool) -> bool:
     with nullcontext() if first_is_carried else patch.object(Courier, "send"):
         stream.take(0, gradients[0], slot, stream.ready())
         delay()
-        stream.depart([TASK])
+        stream.depart([TASK], {})
     if first_is_carried:
         stream.wait()
     stream.take(0, gradients[1], slot, stream.ready())
-    stream.depart([TASK])
+    stream.depart([TASK], {})
     stream.wait()
     accelerator.synchronize()
     stream.close()
@@ -306,7 +306,7 @@ def closed(kind: str, numel: int) -> bool:
     gradient = torch.ones(numel, device=get_accelerator().current_device_name())
     stream.take(0, gradient, slot, stream.ready())
     if kind == "beside":
-        stream.depart([TASK])
+        stream.depart([TASK], {})
     stream.close()
     return bool((slot == 1).all())
 
@@ -336,10 +336,10 @@ def y_then_gradient(numel: int, first: str) -> tuple[list[int], bool, bool]:
                 sizes.append(span.numel)
         else:
             stream.expect([0])
-            stream.depart([WorkerTask(0, 0, ANY)])
+            stream.depart([WorkerTask(0, 0, ANY)], {})
             stream.complete(None)
         stream.take(0, gradient, slot, ready)
-        stream.depart([TASK])
+        stream.depart([TASK], {})
         stream.wait()
         get_accelerator().synchronize()
         stream.close()

@@ -77,7 +77,7 @@ def closed_with_results_on_their_way(numel: int) -> None:
     locks = PageLocks()
     locks.lock([arena.tensor("g")])
     stream.take(0, torch.ones(numel, device=device), arena.tensor("g"), stream.ready())
-    stream.depart([WorkerTask(0, 0, None, 1)])
+    stream.depart([WorkerTask(0, 0, None, 1)], {})
     stream.wait()
     assert stream.close()
     locks.unlock()

@@ -47,7 +47,7 @@ def test_a_message_holds_the_tasks_of_one_chunk_of_elements(
     process: Any = Process()
     stream, *_ = stream_of(plan_of(numels, "cpu", block_size=2), process)
     stream.expect(range(len(numels)))
-    stream.depart([WorkerTask(i, 0, ANY) for i in range(len(numels))])
+    stream.depart([WorkerTask(i, 0, ANY) for i in range(len(numels))], {})
     assert process.sent == expected
     for number, message in enumerate(process.sent, 1):  # each chunk waits for its own message
         for part in message:

@@ -56,7 +56,7 @@ class Run:
 
     def step(self) -> None:
         self.stream.expect([0, 1])
-        self.stream.depart([WorkerTask(index, 0, ANY) for index in (0, 1)])
+        self.stream.depart([WorkerTask(index, 0, ANY) for index in (0, 1)], {})
 
     def visits(self, *, peeks: bool) -> list[tuple[int, Span | None]]:
         tasks = [parcel.task for parcel in self.courier.sent]
