@@ -3,7 +3,7 @@ plans compared once, and exactly the plan is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,8 +11,9 @@ from functools import partial
 import psutil
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
-from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.errors import ConfigError, OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -23,7 +24,7 @@ from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.decide import decide
-from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import thread_counts
@@ -32,15 +33,66 @@ from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import WholeState
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffers
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["ZenFlowStart", "start_optimizer", "swap_warning"]
+__all__ = ["ZenFlowRun", "ZenFlowStart", "start_optimizer", "swap_warning"]
 
 _MOST_SWAPPED = 1 << 30
+
+
+@dataclass(frozen=True)
+class ZenFlowRun:
+    """The section as the user wrote it, with values that are known only at run time.
+
+    Attributes:
+        worker_timeout_seconds: longest wait for the worker, as the user set it, or a default that
+            may have been lowered.
+        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
+            the data loader.
+        ratio: ``offload_optimizer.ratio``.
+    """
+
+    config: ZenFlowConfig
+    worker_timeout_seconds: float
+    steps_per_epoch: int | None = None
+    ratio: Ratio = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        config: ZenFlowConfig,
+        group_timeouts_seconds: Iterable[float] = (),
+        steps_per_epoch: int | None = None,
+        ratio: Ratio = 1.0,
+    ) -> ZenFlowRun:
+        """Add the run-time values to `config`.
+
+        The default timeout is lowered if the collectives in which other ranks wait would time out
+        first.
+
+        Args:
+            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
+                this one; empty if there are no other ranks.
+            steps_per_epoch, ratio: see the attributes.
+
+        Raises:
+            ConfigError: the user's timeout is not below that of the collectives.
+        """
+        timeout = config.worker_timeout_seconds
+        shortest = min(group_timeouts_seconds, default=float("inf"))
+        if timeout >= shortest:
+            if "worker_timeout_seconds" in config.model_fields_set:
+                raise ConfigError(
+                    f"zero_optimization.zenflow.worker_timeout_seconds = {timeout:g} is not below "
+                    f"the process group's timeout of {shortest:g} s, after which the communication "
+                    "library ends the job: lower it, or raise the group's timeout "
+                    "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+                )
+            timeout = shortest / 2
+        return cls(config, timeout, steps_per_epoch, ratio)
 
 
 @dataclass(frozen=True)

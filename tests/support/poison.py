@@ -20,8 +20,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.arrays import ArrayKey
-from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveRule
+from deepspeed_ext.zenflow.rules.selective import SelectiveRule
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena

@@ -305,20 +305,6 @@ class WorkerLink:
             self.process.close()
             raise
 
-    def receive(self, *, passes: bool = True) -> None:
-        """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does
-        not check an idle worker.
-
-        Args:
-            passes: whether to wait for everything; otherwise for this step's weights alone.
-        """
-        if passes:
-            with self.deferring_errors(), self.metrics.waiting.measured():
-                self.wait()
-        else:
-            self.complete()
-        self.raise_deferred()
-
     def close(self) -> None:
         """Stop the worker, and free the arena's memory even if tensors still refer to it, which
         then read as zero. Idempotent, also after a failed start."""

@@ -222,7 +222,12 @@ class HostOptimizer:
     def _receive(self, *, passes: bool = True) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more. Without `passes`
         for this step's weights alone."""
-        self.link.receive(passes=passes)
+        if passes:
+            with self.link.deferring_errors(), self._metrics.waiting.measured():
+                self.link.wait()
+        else:
+            self.link.complete()
+        self.link.raise_deferred()
         if passes:
             with self.link.deferring_errors():
                 self.state.hide()

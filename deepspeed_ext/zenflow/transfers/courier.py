@@ -197,31 +197,21 @@ class Courier:
         self._shipments.append(Shipment(parcels, process, at_once))
         self._calls.put(True)
 
-    def wait(self, within: Patience | None = None) -> None:
-        """Wait until all parcels are delivered: gradients are in the arena, the worker has the
-        tasks, and copies back are started. May be called by a signal handler.
+    def wait(self, within: Patience | None = None, parcel: Latch | None = None) -> None:
+        """Wait until parcels are delivered: gradients are in the arena, the worker has the tasks,
+        and copies back are started. May be called by a signal handler.
 
         Args:
             within: longest wait in all; None: unlimited while parcels are delivered.
+            parcel: `Parcel.here` of the one that is waited for; None: all.
 
         Raises:
             Exception: the error that ended the courier's work.
             WorkerError: no parcel was delivered for `timeout_seconds`, or `within` has expired.
         """
         self._calls.put(True)  # the handler may have interrupted `send`
-        for shipment in tuple(self._shipments):
-            self._wait_until(shipment.done, within)
-        if self._errors:
-            raise self._errors[0]
-
-    def wait_for(self, parcel: Latch, within: Patience | None = None) -> None:
-        """Wait until a parcel that has been sent is delivered; arguments and errors as for `wait`.
-
-        Args:
-            parcel: its `Parcel.here`.
-        """
-        self._calls.put(True)
-        self._wait_until(parcel, within)
+        for latch in [each.done for each in self._shipments] if parcel is None else [parcel]:
+            self._wait_until(latch, within)
         if self._errors:
             raise self._errors[0]
 

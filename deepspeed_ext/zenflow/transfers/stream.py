@@ -235,7 +235,7 @@ class Stream:
         for key in self.chunks.touched([(index, span)]):
             if (passed := self._passed.pop(key, None)) is not None:
                 assert self._courier is not None
-                self._courier.wait_for(passed, within)
+                self._courier.wait(within, passed)
 
     # -- the way to the worker, and back -----------------------------------------------------------
 
@@ -491,7 +491,7 @@ class Stream:
         weights = self.weights[index]()[part]
         sent = self._here[key]
         if self._courier is not None and not isinstance(sent, int):
-            self._courier.wait_for(sent, within)
+            self._courier.wait(within, sent)
         elif isinstance(sent, int):
             self._process.wait_for(sent, within=within)
             weights.copy_(self._published[index][self._newest_slot[index]][part])

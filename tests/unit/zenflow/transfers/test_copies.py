@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.selective import SelectiveRule
 from deepspeed_ext.zenflow.transfers import stream as stream_module
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks

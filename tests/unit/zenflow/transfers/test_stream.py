@@ -20,7 +20,7 @@ CHUNKS = [(0, Span(0, 4)), (0, Span(4, 8)), (1, Span(0, 4)), (1, Span(4, 6))]
 
 
 class Courier:
-    """Keeps what is sent; `wait_for` delivers everything up to the parcel that is waited for."""
+    """Keeps what is sent; `wait` delivers everything up to the parcel that is waited for."""
 
     is_idle = True
 
@@ -31,7 +31,7 @@ class Courier:
     def send(self, parcels: list[Parcel], process: Any, at_once: int | None = None) -> None:
         self.sent = list(parcels)
 
-    def wait_for(self, latch: Any, within: Any) -> None:
+    def wait(self, within: Any, latch: Any) -> None:
         self.waited.append(latch)
         for parcel in self.sent:
             if not parcel.here.is_open and parcel.bring_up is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.rules.guard import Sample, drawn
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 from deepspeed_ext.zenflow.worker.kernel.moments import decode
 
@@ -25,9 +25,8 @@ def sample_of(
     )
     partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
-    return Sample.take(
-        partition, torch.arange(numel).bfloat16(), none, BLOCK, none, none, most_blocks, seed
-    ), state[0]
+    blocks, grad = drawn(partition, BLOCK, most_blocks, seed), torch.arange(numel).bfloat16()
+    return Sample(partition, grad, none, BLOCK, none, none, blocks), state[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3])
@@ -69,7 +68,9 @@ def test_moments_that_are_codes_are_decoded(numel: int) -> None:
     partition: Any = SimpleNamespace(master=numbers.float(), moments=codes, scales=scales, index=0)
     partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
-    sample = Sample.take(partition, numbers.bfloat16(), none, BLOCK, none, none, 8, 1)
+    sample = Sample(
+        partition, numbers.bfloat16(), none, BLOCK, none, none, drawn(partition, BLOCK, 8, 1)
+    )
     for moment, of_moment, found in zip(codes, scales, sample.state[1:], strict=True):
         whole = torch.empty(numel)
         decode(moment, of_moment, BLOCK, whole)
@@ -120,7 +121,7 @@ def test_a_sample_of_lion_predicts_by_the_formula_of_its_estimate() -> None:
     partition.weights = lambda: torch.empty(0)
     step = LionStep(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.5, step=2, grad_scale=1.0)
     kind = LionKind(torch.optim.SGD([torch.zeros(1)]))
-    sample = Sample.take(partition, grad, kind, BLOCK, step, step, 8, 1)
+    sample = Sample(partition, grad, kind, BLOCK, step, step, drawn(partition, BLOCK, 8, 1))
     means = m.view(-1, BLOCK).abs().mean(1).repeat_interleave(BLOCK)
     direction = 0.9 * means.copysign(m) + (1.0 - 0.9) * grad
     torch.testing.assert_close(sample.predicted(), 0.75 * p - 0.5 * direction.sign())

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.rules.predictive import guard
-from deepspeed_ext.zenflow.rules.predictive.guard import (
+from deepspeed_ext.zenflow.rules.guard import (
     CALM_PROBES,
     STRIKES,
     GuardState,
     PredictionErrors,
+    blocks_per_sample,
 )
-from deepspeed_ext.zenflow.rules.predictive.probe import blocks_per_sample
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule, guard
 
 LENGTHS = st.floats(1e-6, 1e6)
 EXCESSES = st.sampled_from([0.1, 0.9, 1.0, 1.1, math.inf, math.nan])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
-from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
+from deepspeed_ext.zenflow.rules.selective import SelectivePlan, SelectiveSchedule
 
 
 def make(

@@ -12,8 +12,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller
-from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.start import ZenFlowRun, ZenFlowStart, start_optimizer
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.rule import slots_at
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 
 
 def walk(schedule: PredictiveSchedule, steps: int) -> list:
