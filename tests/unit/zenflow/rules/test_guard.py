@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.zenflow.rules import guard
 from deepspeed_ext.zenflow.rules.guard import (
     CALM_PROBES,
     STRIKES,
@@ -17,7 +18,7 @@ from deepspeed_ext.zenflow.rules.guard import (
     PredictionErrors,
     blocks_per_sample,
 )
-from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule, guard
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 
 LENGTHS = st.floats(1e-6, 1e6)
 EXCESSES = st.sampled_from([0.1, 0.9, 1.0, 1.1, math.inf, math.nan])
