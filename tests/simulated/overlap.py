@@ -7,6 +7,7 @@ the same training takes with an infinitely fast link and worker.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -186,21 +187,26 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
     return [calibration, *(run(*way) for way in ways)]
 
 
-def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
+def figures(
+    way: Way, shares: list[tuple[float, float]], parts: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
     the compute lane, exposed copies, what the engine says of its waits, and what part of the
-    calibrated step is not the optimizer's."""
+    calibrated step is not the optimizer's. `parts` replaces constants of `worker_time`."""
     pool = f"overlap, stage {way.stage}"
-    arguments, limit = (astuple(way), shares), LONGEST_SECONDS
+    arguments, limit = (astuple(way), shares, parts or {}), LONGEST_SECONDS
     return run_ranks(
         way.ranks, figures_body, *arguments, device="sim", pool=pool, timeout_seconds=limit
     )[0]
 
 
-def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    from tests.support.simulated_accelerator import simulation
+def figures_body(
+    way: tuple[Any, ...], shares: list[tuple[float, float]], parts: dict[str, float]
+) -> list[dict[str, Any]]:
+    from tests.support.simulated_accelerator import simulation, worker_time
 
-    calibration, *runs = timelines(Way(*way), shares)
+    with patch.multiple(worker_time, **parts) if parts else nullcontext():
+        calibration, *runs = timelines(Way(*way), shares)
     alone_us, count = calibration.step_us, Way(*way).steps
     found = []
     for run in runs:
