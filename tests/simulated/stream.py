@@ -1,5 +1,5 @@
-"""Compares what steps wait for their optimizer with a walk through their chunks. A simulation, not a
-device.
+"""Compares what steps wait for their optimizer with a walk through their chunks. Simulated, not
+measured.
 
     python -m tests.simulated.stream FILE       # a row of the table per line; goes on where it ended
 
