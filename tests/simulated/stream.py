@@ -1,7 +1,7 @@
 """Compares what steps wait for their optimizer with a walk through their chunks. Simulated, not
 measured.
 
-    python -m tests.simulated.stream FILE       # a row of the table per line; goes on where it ended
+    python -m tests.simulated.stream FILE    # a row per line; goes on where it ended
 
 Gradients leave in backward at stage 3. The forward is a third of a step's operators here. With
 8-bit moments passes and peeks take the share of their bytes.
