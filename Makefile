@@ -93,7 +93,7 @@ train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 AR
 	python -m tools.launch $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, about 10 minutes on two cores
-	$(PYTEST) --simulated --some-simulated 6 $(ARGS)
+	$(PYTEST) --simulated --some-simulated 12 $(ARGS)
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
 	$(PYTEST) --simulated --full $(ARGS)

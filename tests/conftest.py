@@ -25,9 +25,9 @@ with suppress(ImportError):  # a machine with a GPU may not have it
     settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
     settings.load_profile("untimed")
 
-SIMULATED_GPU_TESTS_ONE_IN = 24
+SIMULATED_GPU_TESTS_ONE_IN = 36
 """`make test-sim` and `make test-full` run all of them."""
-ACCEPTANCE_ONE_IN = 3
+ACCEPTANCE_ONE_IN = 6
 """Of tests/acceptance in `make test`; run by its name it is whole."""
 _ON_SIM: set[str] = set()
 """Names of the tests that `--some-simulated` has chosen."""

@@ -21,7 +21,7 @@ PAGE = ROOT / "README.md"
 NUMERICS = {
     "ZeRO-2, no offload": "AdamW",
     "FlashOptim, no offload": "8-bit moments",
-    OURS: "AdamW's bits",
+    OURS: "AdamW",
     "ZeRO-Offload": "AdamW",
 }
 """Of the ways in the table, by name in the picture of a step."""

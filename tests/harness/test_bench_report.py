@@ -52,7 +52,7 @@ def test_what_is_kept_has_a_line_for_each_row_and_can_be_read() -> None:
 def measuring(name: str, statement: str) -> Part:
     """A part that runs `statement`, in which `write(...)` keeps a result."""
     setup = (
-        "from tests.perf import report; write = lambda *rows: "
+        "from tests.perf import report; report.provenance = dict; write = lambda *rows: "
         "report.write('kept', {}, rows, [one]); "
     )
     setup += (

@@ -102,7 +102,7 @@ def test_a_way_is_kept_as_soon_as_it_is_warm_and_never_replaced_by_fewer_steps(
     assert [row["steps"] for row in bench_decoder.kept_rows("decoder")] == [4]
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.full
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if not way.needs])
 def test_every_way_that_this_machine_has_trains_a_thousandth_of_the_model(way: str) -> None:
     words = shlex.split("--model 7m --batches 8x16 --turns 1 --steps 2 --warm-up 3 --alone")

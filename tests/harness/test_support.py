@@ -10,7 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -22,11 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.runtime.backend import group_timeout_seconds
 from deepspeed_ext.zenflow.step import link
 from deepspeed_ext.zenflow.worker.kernel import library_path
-from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
-from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 from tests.support.optimizer_process import running
-from tests.support.poison import late_and_poisoned
 from tests.support.ranks import RankError, run_fresh_ranks, run_ranks, started_workers
 from tests.support.same import first_difference
 
@@ -242,19 +239,3 @@ def test_a_sample_has_one_case_in_n_of_each_function() -> None:
     )
     assert "a.py::alone" in kept
     assert len([name for name in kept if "other" in name]) == 4
-
-
-@pytest.mark.parametrize("kind", sorted(set(get_args(Work)) - {WorkerTask}, key=str))
-def test_work_without_a_partition_is_handed_on_as_it_is(kind: type) -> None:
-    """Which of it a run submits depends on the machine: threads are limited where there are many
-    cores."""
-    handed: list[object] = []
-    work: Any = object.__new__(kind)
-    process = object.__new__(OptimizerProcess)
-    with (
-        patch.object(OptimizerProcess, "submit", lambda process, tasks: handed.extend(tasks)),
-        late_and_poisoned() as counts,
-    ):
-        process.submit([work])
-    assert handed == [work]
-    assert not any(counts.values())

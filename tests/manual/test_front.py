@@ -10,17 +10,16 @@ import pytest
 from tests.support.page_bodies import refusal_without_extension
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
-from tools import front_tables
+from tools import figures, front_tables
 
 pytestmark = pytest.mark.cpu(reason="it reads pages; the refusal is DeepSpeed's own")
 
 README = (ROOT / "README.md").read_text()
 FRONT = (ROOT / "docs" / "README.md").read_text()
-MOST_WORDS, MOST_WORDS_OF_THE_MANUAL = 700, 35_000
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= MOST_WORDS
+    assert len(README.split()) <= 700
 
 
 def test_the_tables_are_current() -> None:
@@ -35,15 +34,16 @@ def test_the_first_number_is_the_measured_one(text: str) -> None:
     assert first == f"{front_tables.speed_up():.1f}"
 
 
-def test_measured_steps_stand_on_the_page_of_results() -> None:
-    section = (ROOT / "docs" / "results.md").read_text().split("\n## Speed\n")[1].split("\n## ")[0]
-    cells = re.findall(r"\| ([\d,]+) ms \| ([\d.]+) \| ([\d.]+) ", front_tables.steps_table())
-    assert len(cells) == len(front_tables.NUMERICS)
-    assert not [
-        cell
-        for cell in cells
-        if not re.search(rf"\| {cell[0]} ± \d+ \| {cell[1]} \| {cell[2]} ", section)
-    ]
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_every_step_that_a_page_shows_was_measured_at_a_commit_that_it_names(page: str) -> None:
+    rows = figures.rows()
+    assert [claim.text for claim in figures.claims(page) if not figures.row_of(claim, rows)] == []
+
+
+@pytest.mark.parametrize(("was", "stale"), [("621 ms", "622 ms"), ("`e31b1304`", "`af2c8adf`")])
+def test_a_stale_figure_and_a_wrong_commit_are_noticed(was: str, stale: str) -> None:
+    rows, text = figures.rows(), README.replace(was, stale)
+    assert [c.text for c in figures.claims("README.md", text) if not figures.row_of(c, rows)]
 
 
 def test_the_lines_that_switch_it_on_are_the_same_everywhere_and_stock_deepspeed_refuses_them() -> (
@@ -71,11 +71,3 @@ def test_pages_that_the_code_names_exist() -> None:
     }
     assert len(found) > 20
     assert not [each for each in sorted(found) if not (ROOT / each[1]).exists()]
-
-
-def test_every_page_of_the_manual_is_short_enough_to_read() -> None:
-    """Without the generated tables, README and CONTRIBUTING included: the whole in an afternoon."""
-    generated = {"config_reference.md", "drop_in.md"}
-    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in generated]
-    words = sum(len(page.read_text().split()) for page in pages)
-    assert words + len(README.split()) <= MOST_WORDS_OF_THE_MANUAL

@@ -1,4 +1,5 @@
-"""`Stream` of plans that a test writes down, beside a worker that only notes."""
+"""`Stream` of plans that a test writes down, beside a worker that only notes, and work that makes a
+stream late."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["IDLE", "KINDS", "plan_of", "stream_of"]
+__all__ = ["IDLE", "KINDS", "delay", "plan_of", "stream_of"]
+
+# a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
+DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8
 
 ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Source.COPY)
 KINDS = {
@@ -85,3 +89,15 @@ def stream_of(plan: ZenFlowPlan, process: Any = IDLE) -> tuple[Stream, Arena, li
     for index, numel in enumerate(numels):
         assert not numel or stream.chunks.in_order([index])[0][1].begin == Span(0, numel).begin
     return stream, arena, weights
+
+
+def delay() -> None:
+    """Keep the current stream busy for a while with a chain of matrix products; the host does not
+    wait."""
+    accelerator = get_accelerator()
+    # the simulated accelerator is late by itself
+    needs_work = accelerator.device_name() not in ("cpu", "sim")
+    width, products = (DELAY_WIDTH, DELAY_PRODUCTS) if needs_work else (16, 1)
+    x = torch.full((width, width), 1.0 / width, device=accelerator.current_device_name())
+    for _ in range(products):
+        x = x @ x

@@ -158,6 +158,12 @@ VARIANTS: dict[str, Variant] = {
         )
         for name, section in (RULES | {"Lion": RULES["predictive"]}).items()
     },
+    **{
+        f"predictive, {tier} tier": Variant(
+            {}, {"flatten_tier": tier}, {"flatten_tier": None}, (1, 2), ranks=(2,)
+        )
+        for tier in ("accelerator", "distributed", "host")
+    },
     "predictive, leaf modules": Variant(RULES["predictive"], stages=(3,), model=with_leaves),
     "selective, leaf modules": Variant(RULES["selective"], stages=(3,), model=with_leaves),
     "hidden copies": Variant(

@@ -1,7 +1,8 @@
 """The recipes of docs/trainers.md, from an empty folder: ZenFlow runs, checkpoints are written, and
 resuming gives the same losses to the bit.
 
-The page's commands run as they stand, with two CPU ranks in place of eight GPUs.
+The page's commands run as they stand, with one CPU rank and with two, and the learning rate of a
+tiny model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.recipes import Recipe, recipes
+from tests.support.recipes import recipes
 from tests.support.trainers import STEPS, STOPPED, losses_of
 from tests.trainers.environments import Installed, installed, write_model_and_data
 from tests.trainers.processes import adopt_orphans, descendants, end, require_none_left
@@ -30,12 +31,12 @@ PACKAGES = {
     "TRL": "trl",
     "Axolotl": "axolotl",
 }
-ON_THE_CPU = {
-    "NPROC_PER_NODE=8": "NPROC_PER_NODE=2",
-    "num_processes: 8": "num_processes: 2",
-    "--nproc-per-node 8": "--nproc-per-node 2",
-    "plugins:\n": "plugins:\n  - on_cpu.OnCpu\n",
+TINY = {"learning_rate: 1.0e-5": "learning_rate: 1.0e-2"}
+ON_TWO_RANKS = {
+    f"{option}1": f"{option}2"
+    for option in ("NPROC_PER_NODE=", "num_processes: ", "--nproc-per-node ")
 }
+ON_THE_CPU = {"plugins:\n": "plugins:\n  - on_cpu.OnCpu\n"}
 AXOLOTL_ON_THE_CPU = """
 from accelerate.state import AcceleratorState, PartialState
 from axolotl.integrations.base import BasePlugin
@@ -61,10 +62,11 @@ SECONDS = 600.0
 pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
 
 
-def run(recipe: Recipe, trainer: Installed, folder: Path) -> tuple[str, float]:
+def run(name: str, ranks: int, trainer: Installed, folder: Path, config: str) -> tuple[str, float]:
     """Type a recipe in `folder`; return what it has printed, and the seconds to the loss of the
     first step."""
-    recipe = recipe.with_replaced(ON_THE_CPU)
+    other = ON_THE_CPU | TINY | {"config trainer_zenflow": f"config {config}"}
+    recipe = RECIPES[name].with_replaced(other | (ON_TWO_RANKS if ranks == 2 else {}))
     for name, text in recipe.files.items():
         (folder / name).write_text(text if "on_cpu" in text else text + "use_cpu: true\n")
     (folder / "on_cpu.py").write_text(AXOLOTL_ON_THE_CPU)
@@ -103,16 +105,22 @@ def losses(folder: Path) -> list[float]:
     return losses_of(state["log_history"])
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "config", "stage"),
+    [
+        *((name, ranks, "trainer_zenflow", 2) for name in PACKAGES for ranks in (1, 2)),
+        ("LLaMA-Factory", 1, "trainer_small_card", 3),
+    ],
+)
 def test_a_recipe_trains_saves_and_resumes_to_the_bit(
-    name: str, tmp_path: Path, record_property: Any
+    name: str, ranks: int, config: str, stage: int, tmp_path: Path, record_property: Any
 ) -> None:
     trainer = installed(PACKAGES[name])
     write_model_and_data(tmp_path)
-    said, first = run(RECIPES[name], trainer, tmp_path)
-    assert "ZeRO stage 2 on 2 ranks, with" in said
+    said, first = run(name, ranks, trainer, tmp_path, config)
+    assert f"ZeRO stage {stage} on {ranks} rank{'s' * (ranks > 1)}, with" in said
     assert "ZenFlow     Adam runs in a process of its own, one per rank" in said
-    assert (tmp_path / "ds.json").read_text() == (ROOT / "configs/trainer_zenflow.json").read_text()
+    assert (tmp_path / "ds.json").read_text() == (ROOT / f"configs/{config}.json").read_text()
     whole = losses(tmp_path)
     assert len(whole) == STEPS
     assert all(map(math.isfinite, whole))
@@ -120,12 +128,10 @@ def test_a_recipe_trains_saves_and_resumes_to_the_bit(
     assert (
         tmp_path / f"out/checkpoint-{STOPPED}/global_step{STOPPED}/deepspeed_ext_save.json"
     ).exists()
-    record_property(
-        "seconds", f"{name} {trainer.version}: the first step's loss after {first:.0f} s"
-    )
+    record_property("seconds", f"{name} {trainer.version}, {ranks} ranks: {first:.0f} s to a loss")
 
     shutil.rmtree(tmp_path / f"out/checkpoint-{STEPS}")
-    said, _ = run(RECIPES[f"{name} resumed"], trainer, tmp_path)
+    said, _ = run(f"{name} resumed", ranks, trainer, tmp_path, config)
     assert losses(tmp_path) == whole
     assert said.count("'loss':") == STEPS - STOPPED
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulated.cases import CASES, Case, check, seeded
 
-pytestmark = pytest.mark.sampled(8)
+pytestmark = pytest.mark.sampled(16)
 
 
 @pytest.mark.parametrize(

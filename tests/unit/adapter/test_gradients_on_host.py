@@ -7,8 +7,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.adapter.gradients import Extent, HostGradients
-from tests.support.poison import delay
 from tests.support.ranks import run_ranks
+from tests.support.streams import delay
 
 NUMEL = 1 << 14
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]

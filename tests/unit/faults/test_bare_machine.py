@@ -69,9 +69,9 @@ def test_without_compiler_and_caches(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "deepspeed_ext",
         tmp_path / "deepspeed_ext",
-        ignore=shutil.ignore_patterns("*.so", "*.pyc"),
+        ignore=shutil.ignore_patterns("*.so"),
     )
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
     empty = tmp_path / "empty"
     empty.mkdir()
     folders = {

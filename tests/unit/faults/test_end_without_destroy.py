@@ -36,7 +36,9 @@ main(int(sys.argv[1]), sys.argv[2])
 """
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (3, "exact")])
+@pytest.mark.parametrize(
+    ("stage", "rule"), [pytest.param(2, "predictive", marks=pytest.mark.full), (3, "exact")]
+)
 def test_a_script_that_ends_after_a_step_ends_well(stage: int, rule: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

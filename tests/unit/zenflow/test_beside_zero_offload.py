@@ -1,4 +1,5 @@
-"""The exact rule directly beside DeepSpeed's ZeRO-Offload, to the bit.
+"""The exact rule directly beside DeepSpeed's ZeRO-Offload, to the bit, with all that a training run
+combines: precision, accumulation, clipping, schedules, optimizers, and parameters of all kinds.
 
 Both run torch's AdamW: the worker by its definition in torch, because the native pass rounds a
 fused multiply-add once, as DeepSpeed's own CPU Adam does in other places.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,6 +43,14 @@ pytestmark = pytest.mark.sampled()
 STEPS = 6
 OVERFLOWS = (1, 3)
 """Steps that are skipped in fp16."""
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "warm-up": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20}},
+    "cosine": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 20}},
+}
+PARAMETERS = ("plain", "groups", "awkward")
+"""One group; two with their own lr, betas, eps and weight decay; these with frozen and unused
+parameters. All have a tied one."""
 ACTIVE = 0.05
 """A limit of the gradient norm that every step exceeds."""
 NORMS_APART = 2.0**-22
@@ -98,11 +108,52 @@ class Leaves(OddModel):
         return super().forward(tokens) + hidden.float().square().mean()
 
 
-def outcome(config: dict[str, Any], norms: Norms, *, extended: bool) -> dict[str, Any]:
+class Awkward(OddModel):
+    """Tied, frozen and unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(awkward=True)
+        self.unused = nn.Linear(7, 5)
+        del self.empty  # has no masters, and DeepSpeed's own gather of stage 3 fails
+
+
+def own_hyperparameters(model: nn.Module) -> list[dict[str, Any]]:
+    matrices, vectors = two_groups(model)
+    others = {"betas": (0.8, 0.9), "eps": 1e-6}
+    return [{**matrices, "weight_decay": 0.2, "lr": 2e-3}, {**vectors, **others}]
+
+
+def mixed_adam(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
+    """Decays every second group as AdamW does; parameters without groups become two."""
+    groups = list(parameters)
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups[::2]}, {"params": groups[1::2]}]
+    return torch.optim.Adam(
+        [{**groups[0], "decoupled_weight_decay": True}, *groups[1:]], **arguments
+    )
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": None,
+    "Adam": None,
+    "torch.optim.AdamW": torch.optim.AdamW,
+    "torch.optim.Adam": torch.optim.Adam,
+    "torch.optim.Adam, mixed": mixed_adam,
+}
+"""The first two from the config; what makes the others, which the user passes."""
+
+
+def outcome(
+    config: dict[str, Any], norms: Norms, optimizer: str, parameters: str, *, extended: bool
+) -> dict[str, Any]:
     if config["fp16"]["enabled"]:
         allow_fp16()
-    model = Leaves if "offload_param" in config["zero_optimization"] else OddModel
-    engine = make_engine(config, extended=extended, groups=two_groups, model=model)
+    is_on_host = "offload_param" in config["zero_optimization"]
+    model = Leaves if is_on_host else Awkward if parameters == "awkward" else OddModel
+    groups, how = None if parameters == "plain" else own_hyperparameters, {}
+    if make := OPTIMIZERS[optimizer]:
+        how["optimizer"] = lambda trained: make(trained, lr=4e-3, weight_decay=0.1)
+    engine = make_engine(config, extended=extended, groups=groups, model=model, **how)
     passes, losses = config["gradient_accumulation_steps"], []
     with norms.noted():
         for number, batch in enumerate(batches(STEPS * passes, dist.get_rank())):
@@ -112,6 +163,8 @@ def outcome(config: dict[str, Any], norms: Norms, *, extended: bool) -> dict[str
     found = {
         "losses": losses,
         "skipped": engine.skipped_steps,
+        "lr": engine.get_lr(),
+        "scale": float(engine.optimizer.loss_scale),
         "weights": weights_of(engine),
         "masters": full_masters_of(engine),
     }
@@ -119,16 +172,16 @@ def outcome(config: dict[str, Any], norms: Norms, *, extended: bool) -> dict[str
     return found
 
 
-def differs(config: dict[str, Any]) -> list[Any]:
+def differs(config: dict[str, Any], *how: str) -> list[Any]:
     """How the two runs differ, by how much their norms do, and how many steps were skipped."""
     norms = Norms()
     with (
         patch.object(link, "library_path", lambda: None),
         patch.object(chunks, "CHUNK_NUMEL", 512),
     ):
-        ours = outcome(config, norms, extended=True)
+        ours = outcome(config, norms, *how, extended=True)
     theirs_norms = Norms(norms)
-    theirs = outcome(offload_config(config), theirs_norms, extended=False)
+    theirs = outcome(offload_config(config), theirs_norms, *how, extended=False)
     apart = max(
         abs(float(norms.by_step[step]) / float(norm) - 1.0)
         for step, norm in theirs_norms.by_step.items()
@@ -151,8 +204,9 @@ def config_of(
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DRAW = random.Random(1)
 CASES = [
-    case
+    (*case, *map(DRAW.choice, ([*SCHEDULES], [*OPTIMIZERS], PARAMETERS)))
     for case in itertools.product(
         (1, 2, 3), (1, 2, 3), DTYPES, (1, 4), (0.0, ACTIVE), (False, True)
     )
@@ -161,13 +215,32 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "ranks", "dtype", "accumulation", "clipping", "on_host"), CASES)
+@pytest.mark.parametrize(
+    (
+        *("stage", "ranks", "dtype", "accumulation", "clipping", "on_host"),
+        *("schedule", "optimizer", "parameters"),
+    ),
+    CASES,
+)
 def test_the_exact_rule_has_the_bits_of_zero_offload(
-    stage: int, ranks: int, dtype: str, accumulation: int, clipping: float, on_host: bool
+    stage: int,
+    ranks: int,
+    dtype: str,
+    accumulation: int,
+    clipping: float,
+    on_host: bool,
+    schedule: str,
+    optimizer: str,
+    parameters: str,
 ) -> None:
     """Also with weights on the host (``offload_param``), which stage 3 has."""
     config = config_of(stage, DTYPES[dtype], accumulation, clipping, on_host)
-    for difference, apart, skipped in run_ranks(ranks, differs, config):
+    config |= {"scheduler": SCHEDULES[schedule]} if SCHEDULES[schedule] else {}
+    if optimizer == "Adam":
+        config["optimizer"]["type"], config["optimizer"]["params"]["adam_w_mode"] = "Adam", False
+    elif OPTIMIZERS[optimizer]:
+        del config["optimizer"]
+    for difference, apart, skipped in run_ranks(ranks, differs, config, optimizer, parameters):
         assert difference == ""
         assert apart <= NORMS_APART
         assert skipped == (len(OVERFLOWS) if overflows_in(config) else 0)

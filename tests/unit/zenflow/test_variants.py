@@ -48,7 +48,7 @@ def run(body: Any, ranks: int, variant: Variant, *how: Any, pool: str) -> list[A
 ALIKE = {name: each for name, each in VARIANTS.items() if each.like is not None}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @of(ALIKE)
 def test_it_has_the_bits_of_the_run_that_it_is_like(
     name: str, stage: int, ranks: int, dtype: str, accumulation: int, clipping: float
@@ -70,7 +70,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(64)
 @of(BETWEEN, event=[*EVENTS, "any"])
 def test_what_comes_between_steps_changes_nothing(
     name: str,
@@ -93,7 +93,7 @@ def test_what_comes_between_steps_changes_nothing(
     assert run(variants.disturbed, ranks, variant, *how, pool=f"{stage}") == [""] * ranks
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(44)
 @of(VARIANTS)
 def test_a_resumed_run_goes_on_to_the_bit(
     name: str,
@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_to_the_bit(
     assert run(variants.resumed, ranks, variant, *how, pool="to resume") == [""] * ranks
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(48)
 @of(ALIKE, there=[False, True])
 def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
     name: str,
@@ -133,7 +133,7 @@ def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
     assert run(variants.resumed, ranks, variant, loads, *how, pool="to resume") == [""] * ranks
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "name",
     [

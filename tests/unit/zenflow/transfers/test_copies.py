@@ -1,15 +1,14 @@
 """Every copy between accelerator and arena waits for its source, and every reader waits for the
 copy.
 
-On a machine without an accelerator, where copies happen in order, the same bodies show that no
-buffer is read before it has been written.
+The simulated accelerator also finds a wait that is missing where values come out right: every
+training on it fails on two tasks that touch the same bytes without an order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,66 +28,15 @@ from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import batches
-from tests.support.poison import delay, late_and_poisoned, synchronous
 from tests.support.ranks import RankError, is_simulated, run_ranks
-from tests.support.same import assert_same
-from tests.support.streams import plan_of, stream_of
-from tests.support.zenflow import make_engine, run, train, zenflow_config
+from tests.support.streams import delay, plan_of, stream_of
+from tests.support.zenflow import make_engine, train, zenflow_config
 
 pytestmark = pytest.mark.sampled()
 
-STEPS = 14
-WAYS: dict[str, Callable[[], Any]] = {
-    "synchronous": synchronous,
-    "late, poisoned, without waiting": partial(late_and_poisoned, waits=False),
-}
-BROKEN = "late, poisoned, without waiting"
-RULES: dict[str, dict[str, Any]] = {
-    "predictive": {},
-    "selective": {
-        "topk_ratio": 0.1,
-        "update_interval": 2,
-        "select_interval": 4,
-    },
-}
-SELECTIVE = RULES["selective"]
+SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4}
 KINDS = ("inside", "beside")
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
-
-
-def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int]]:
-    rank = dist.get_rank()
-    expected = run(config, steps, rank=rank)
-    with late_and_poisoned() as counts:
-        actual = run(config, steps, rank=rank)
-    return expected, actual, counts
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("device", "kind"),
-    [
-        ("cpu", "inside"),
-        *(pytest.param("accelerator", kind, marks=pytest.mark.gpu) for kind in KINDS),
-    ],
-)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_late_and_poisoned_copies_change_nothing(
-    stage: int, rule: str, device: str, kind: str
-) -> None:
-    config = zenflow_config(
-        stage, overlap_step=True, hide_transfers=kind == "beside", **RULES[rule]
-    )
-    for expected, actual, counts in run_ranks(1, as_is_and_poisoned, config, STEPS, device=device):
-        # where gradients may be laid out in their slot
-        assert counts["gradients"] > 0 or device == "cpu"
-        assert counts["published"] > 0
-        assert (counts["hot state"] > 0) == rule.startswith("selective")
-        assert counts["block means"] > 0 or rule.startswith("selective")
-        assert actual.losses == expected.losses
-        assert_same(expected.weights, actual.weights, "weights")
-        assert_same(expected.masters, actual.masters, "masters")
 
 
 ANY: Any = None
@@ -106,50 +54,54 @@ def copying(kind: str, numel: int) -> tuple[Stream, Arena, torch.Tensor]:
     return stream, arena, slot
 
 
-def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
+def copied_down(kind: str, numel: int, waits: bool = True) -> tuple[bool, bool]:
     """Whether a late gradient arrives, and whether it still does if its memory is reused at
-    once."""
+    once.
+
+    Args:
+        waits: False leaves out that its copy waits for it, the mistake that tests must see.
+    """
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     arrived = []
-    with WAYS[way]() if way else nullcontext():
-        stream, _, target = copying(kind, numel)
-        for reuses in (False, True):
-            produced = torch.randn(numel, device=device)
-            source = torch.full_like(produced, float("nan"))
-            expected = produced.cpu()
-            accelerator.synchronize()
-            target.fill_(float("nan"))
-            delay()
-            source.copy_(produced)
-            stream.take(0, source, target, stream.ready())
-            if reuses:
-                del source
-                # where the allocator has just got room
-                other = torch.full((numel,), float("nan"), device=device)
-            stream.depart([TASK], {})
-            stream.wait()
-            arrived.append(torch.equal(target, expected))
-            accelerator.synchronize()
-            if reuses:
-                del other
-        stream.close()
+    stream, _, target = copying(kind, numel)
+    for reuses in (False, True):
+        produced = torch.randn(numel, device=device)
+        source = torch.full_like(produced, float("nan"))
+        expected = produced.cpu()
+        accelerator.synchronize()
+        target.fill_(float("nan"))
+        too_early = stream.ready()
+        delay()
+        source.copy_(produced)
+        stream.take(0, source, target, stream.ready() if waits else too_early)
+        if reuses:
+            del source
+            # where the allocator has just got room
+            other = torch.full((numel,), float("nan"), device=device)
+        stream.depart([TASK], {})
+        stream.wait()
+        arrived.append(torch.equal(target, expected))
+        accelerator.synchronize()
+        if reuses:
+            del other
+    stream.close()
     return arrived[0], arrived[1]
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "sim"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_late_gradient_arrives_whole(kind: str, device: str) -> None:
-    assert run_ranks(1, copied_down, kind, 1 << 24, None, device=device) == [(True, True)]
+    assert run_ranks(1, copied_down, kind, 1 << 24, device=device) == [(True, True)]
 
 
 @pytest.mark.gpu
 def test_a_missing_wait_is_detected() -> None:
     if is_simulated():
         with pytest.raises(RankError, match="no order between two tasks"):
-            run_ranks(1, copied_down, "inside", 1 << 14, BROKEN, device="accelerator")
+            run_ranks(1, copied_down, "inside", 1 << 14, False, device="accelerator")
         return
-    found = run_ranks(1, copied_down, "inside", 1 << 24, BROKEN, device="accelerator")
+    found = run_ranks(1, copied_down, "inside", 1 << 24, False, device="accelerator")
     assert found[0][0] is False
 
 

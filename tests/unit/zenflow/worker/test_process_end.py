@@ -89,7 +89,10 @@ with running(numel=4_000_000) as (arena, process):
 """
 
 
-@pytest.mark.parametrize(("stepping", "fork"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("stepping", "fork"),
+    [(False, True), (True, False), pytest.param(True, True, marks=pytest.mark.full)],
+)
 def test_killed_trainer_leaves_no_worker(stepping: bool, fork: bool) -> None:
     code = textwrap.dedent(TRAINER).format(root=str(ROOT), stepping=stepping, fork=fork)
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -1,0 +1,132 @@
+"""Traces what the first pages say of a step on a GPU to the stored rows that were measured.
+
+    python -m tools.figures     # every claim, the row that it is of, and what no row gives
+
+A claim is a line of a table, a cell that has its own unit, or a figure in a sentence: milliseconds
+or GiB, with a deviation or without. It is traced when one row rounds to all of its figures and the
+section names the commit of that row, so nobody reads an old commit's row as today's default.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tools import stored
+from tools.architecture import ROOT
+
+__all__ = ["PAGES", "Claim", "claims", "row_of"]
+
+PAGES = {
+    "README.md": "How fast?",
+    "docs/README.md": "",
+    "docs/which.md": "",
+    "docs/results.md": "Speed",
+}
+"""Pages with the section that has measured steps; the whole page where none is named."""
+FILES = ("gpu_h200_rivals.json", "gpu_h200_default.json", "gpu_h200.json", "gpu.json")
+FIELDS = ("mean ms", "median ms", "deviation ms", "device GiB", "host GiB")
+NOT_MEASURED = {
+    "119 GiB": "planned, by ZeRO-Offload's source",
+    "126 GiB": "the host's memory",
+    "520 ms": "arithmetic",
+    "460 ms": "arithmetic",
+}
+FIGURE = r"(\d[\d,]*\d(?:\.\d+)?|\d(?:\.\d+)?)(?: ± (\d+))?"
+
+
+class Row(NamedTuple):
+    """A measured row: where it is stored, the commit that ran, and its numbers."""
+
+    place: str
+    commit: str
+    values: tuple[float, ...]
+
+
+class Claim(NamedTuple):
+    """Figures that a page gives together."""
+
+    page: str
+    text: str
+    figures: tuple[str, ...]
+    section: str
+
+
+def rows() -> list[Row]:
+    """All stored rows of steps."""
+    return [
+        Row(
+            f"{name}: {result}, {row['case']}",
+            content.get("provenance", {}).get("commit", ""),
+            tuple(row[field] for field in FIELDS if isinstance(row.get(field), float | int)),
+        )
+        for name in FILES
+        for result, content in stored.read(name)["settings"]["results"].items()
+        if isinstance(content, dict)
+        for row in content.get("rows", [])
+        if "mean ms" in row and "case" in row
+    ]
+
+
+def claims(page: str, text: str | None = None) -> Iterator[Claim]:
+    """What a page says of steps; `text` stands for the page's own."""
+    text = (ROOT / page).read_text() if text is None else text
+    title = PAGES[page]
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0] if title else text
+    for block in section.split("\n\n"):
+        if "```" in block:
+            continue
+        lines = block.splitlines()
+        table = [line for line in lines if line.startswith("|")]
+        yield from (Claim(page, *claim, text) for claim in _of_table(table))
+        prose = " ".join(line for line in lines if not line.startswith("|"))
+        prose = re.sub(r"!?\[[^]]*\]\([^)]*\.svg\)", "", prose)
+        for match in re.finditer(rf"{FIGURE}(?: (ms|GiB)\b)?", prose):
+            if (match[2] or match[3]) and match[0] not in NOT_MEASURED:
+                yield Claim(page, match[0], _figures(match[0]), text)
+
+
+def _of_table(lines: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if not lines:
+        return
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    numbers = [i for i, name in enumerate(head) if re.search(r"\bms\b|GiB|one step|tokens", name)]
+    for cells in body:
+        chosen = [cells[i] for i in numbers]
+        own_unit = [cell for cell in chosen if re.search(r"\d ms, [\d.]+ GiB", cell)]
+        for claim in own_unit or [", ".join(chosen)]:
+            if figures := _figures(claim):
+                yield f"{cells[0]}: {claim}", figures
+
+
+def _figures(text: str) -> tuple[str, ...]:
+    """The numbers of a claim: "1,094 ± 47 ms" has two."""
+    text = re.sub(r"\([^)]*`[^)]*\)", "", text)
+    return tuple(
+        number for match in re.finditer(FIGURE, text) for number in match.groups() if number
+    )
+
+
+def row_of(claim: Claim, measured: list[Row]) -> Row | None:
+    """The row that gives all figures of a claim, at a commit that the page names."""
+    for row in measured:
+        shown = {f"{value:,.{digits}f}" for value in row.values for digits in (0, 1)}
+        if row.commit in claim.section and set(claim.figures) <= shown:
+            return row
+    return None
+
+
+def main() -> None:
+    """Say every claim and its row."""
+    measured = rows()
+    for page in PAGES:
+        for claim in claims(page):
+            row = row_of(claim, measured)
+            place = f"{row.place}, {row.commit}" if row else "NO ROW"
+            sys.stdout.write(f"{page}: {claim.text}: {place}\n")
+
+
+if __name__ == "__main__":
+    main()
