@@ -55,7 +55,7 @@ PYTHON_TESTS := tests/manual/test_config_reference.py tests/harness/test_support
 	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/test_layout.py \
 	commands/test_doctor.py commands/test_run.py config \
 	$(addprefix cores/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
-	gather/test_failure.py gather/test_hf.py gather/test_plan.py integrations runtime \
+	gather/test_failure.py gather/test_plan.py integrations runtime \
 	zenflow/rules/predictive zenflow/rules/selective/test_schedule.py zenflow/test_accelerate.py \
 	zenflow/test_training.py zenflow/transfers/test_courier.py zenflow/worker)
 # Of `make test`: how many pytest processes share the files.

@@ -233,12 +233,8 @@ class EngineConstruction(DeepSpeedEngine):
 
     def _optimizer_classes(self, settings: ZeroConfig, zenflow: ZenFlowConfig | None) -> list[Swap]:
         """Swaps for DeepSpeed's optimizer classes."""
-        ours: dict[str, Any] = {
-            "settings": settings,
-            "check_replicas": self.is_sanity_checks_enabled(),
-        }
         if zenflow is None:
-            return [optimizer_class(partial(ZeroOptimizer, ranks=self._ranks, **ours))]
+            return [optimizer_class(partial(ZeroOptimizer, settings=settings, ranks=self._ranks))]
         timeouts: list[float] = []
         if dist.get_world_size() > 1:
             groups = None, self.seq_data_parallel_group
@@ -252,7 +248,7 @@ class EngineConstruction(DeepSpeedEngine):
         cores = None if binding is None else binding.cores
         start = ZenFlowStart(run, self._ranks, placement, self._undo, cores)
         return [
-            optimizer_class(partial(ZenFlowZeroOptimizer, start=start, **ours)),
+            optimizer_class(partial(ZenFlowZeroOptimizer, settings=settings, start=start)),
             stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),
         ]
 

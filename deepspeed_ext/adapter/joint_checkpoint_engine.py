@@ -49,8 +49,7 @@ from deepspeed_ext.runtime.ranks import (
 )
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, Patience
 
 __all__ = ["JointCheckpointEngine"]
 

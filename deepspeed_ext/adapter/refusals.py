@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.rule import limits_of
-from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_BLOCK
+from deepspeed_ext.zenflow.worker.kernel.passes import LARGEST_BLOCK
 
 __all__ = ["require_compilable", "require_supported"]
 

@@ -52,7 +52,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         args, kwargs: as for DeepSpeed's own class.
         settings: the config fields that belong to deepspeed_ext.
         ranks: the ranks that the model is spread over.
-        check_replicas: verify before flattening that all ranks have equal parameters.
 
     Attributes:
         flatten_plans: the tier chosen for each parameter group, in order.
@@ -67,7 +66,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         *args: Any,
         settings: ZeroFields,
         ranks: RankGroup,
-        check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
         self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
@@ -79,7 +77,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
                 settings.flatten_tier,
                 settings.flatten_reserve_fraction,
                 int(kwargs["allgather_bucket_size"]),
-                check_replicas,
             )
             pins = pins_offload_buffers(kwargs["offload_optimizer_config"])
             self._direct_buffers = DirectBuffers(pins, makes_masters=self._makes_masters)
@@ -203,7 +200,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     computed; or on, if gradients go to the host during backward.
 
     Args:
-        args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
+        args, kwargs, settings: as for `ZeroOptimizer`.
         start: see `ZenFlowStart`.
 
     Attributes:
@@ -220,15 +217,12 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         *args: Any,
         settings: ZeroFields,
         start: ZenFlowStart,
-        check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
         self._start = start
         self._partitions = GroupPartitions(self, self._link_optimizer_states)
         self._pins_sums = keep_masters_on_host(kwargs)
-        super().__init__(
-            *args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs
-        )
+        super().__init__(*args, settings=settings, ranks=start.ranks, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PredictivePartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["CollectedValues", "converted"]

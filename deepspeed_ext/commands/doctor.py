@@ -91,8 +91,6 @@ def check_platform() -> Finding:
     detail = f"{platform.system()} {platform.release()} on {platform.machine()}, {versions}"
     if not sys.platform.startswith("linux"):
         return detail, "core binding and the optimizer process need Linux"
-    if not (3, 10) <= sys.version_info[:2] <= (3, 14):
-        return detail, "use Python 3.10 to 3.14", PROBLEM
     return detail, ""
 
 
@@ -100,8 +98,7 @@ def check_deepspeed() -> Finding:
     try:
         from deepspeed_ext.adapter import upstream
     except ImportError as error:
-        install = "pip install 'deepspeed>=0.19,<0.20'"
-        return f"cannot be imported: {error}", install, PROBLEM
+        return f"cannot be imported: {error}", "pip install 'deepspeed>=0.19,<0.20'", PROBLEM
     upstream.check()
     version = upstream.deepspeed.__version__
     return f"{version}, every member that deepspeed_ext relies on exists", ""
@@ -113,12 +110,10 @@ def check_accelerator() -> Finding:
     accelerator = backend.get_accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
     if name == "cpu":
-        remedy = "install a torch that is built for your accelerator"
-        return "none: training runs on the CPU", remedy
+        return "none: training runs on the CPU", "install a torch built for your accelerator"
     detail = f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each"
     if backend.has_host_memory():
-        frees = f"{detail}, which is the host's memory: offload frees nothing"
-        return frees, backend.SHARED_MEMORY
+        return f"{detail}, of the host's memory: offload frees nothing", backend.SHARED_MEMORY
     queue, _, remedy = (backend.single_queue(os.environ) or "").partition(". ")
     return f"{detail}; {queue}" if queue else detail, remedy
 
@@ -135,30 +130,16 @@ def check_device_kernels() -> Finding:
     reason = kernels.missing(torch.device(accelerator.current_device_name()))
     if reason is None:
         return "Triton serves the accelerator", ""
-    remedy = "install the Triton that your torch asks for (torch's builds for GPUs bring it)"
-    detail = f"ZenFlow computes in torch operations on the accelerator: {reason}"
-    return detail, f"{remedy}; results are the same, slower"
-
-
-def check_backends() -> Finding:
-    import torch.distributed as dist
-
-    from deepspeed_ext.runtime import backend
-
-    if not dist.is_available():
-        return "torch was built without torch.distributed", "install one that has it", PROBLEM
-    accelerator = backend.get_accelerator()  # its own build of torch registers hccl, cncl, ...
-    on_cpu = accelerator.device_name() == "cpu"
-    wanted = "gloo" if on_cpu else accelerator.communication_backend_name()
-    if not dist.is_backend_available(wanted):
-        return f"{wanted} is missing", f"install a torch that has {wanted}", PROBLEM
-    return wanted, ""
+    return (
+        f"ZenFlow computes in torch operations on the accelerator: {reason}",
+        "install the Triton that your torch asks for (torch's builds for GPUs bring it); results "
+        "are the same, slower",
+    )
 
 
 def check_compiler() -> Finding:
     compiler = (os.environ.get("CXX", "").split() or ["c++"])[0]
-    missing = " and ".join(name for name in (compiler, "ninja") if shutil.which(name) is None)
-    if missing:
+    if missing := " and ".join(name for name in (compiler, "ninja") if shutil.which(name) is None):
         needs = "to build native operators; DeepSpeed's CPU Adam needs them"
         return f"{missing} not found", f"install {missing} {needs}"
     return f"{shutil.which(compiler)}, {shutil.which('ninja')}", ""
@@ -170,9 +151,11 @@ def check_adam_kernel() -> Finding:
 
     if (library := library_path()) is not None:
         return f"native, {library}", ""
-    remedy = "install the wheel, or install a C++ compiler and reinstall deepspeed_ext"
-    detail = "torch operations, several times slower than the native kernel"
-    return detail, f"{remedy}; leave DSEXT_NATIVE_KERNEL unset"
+    return (
+        "torch operations, several times slower than the native kernel",
+        "install the wheel, or install a C++ compiler and reinstall deepspeed_ext; leave "
+        "DSEXT_NATIVE_KERNEL unset",
+    )
 
 
 def check_operator_cache() -> Finding:
@@ -194,12 +177,16 @@ def check_host_memory() -> Finding:
     if total < machine:
         detail += f", control group limit {total / GIB:.1f} GiB"
     if total < machine // 2:
-        needs = "offloading needs 9 to 20 bytes per parameter"
-        return detail, f"{needs}: raise the limit if that is more"
-    swapped = psutil.swap_memory().used
-    if swapped > GIB:
-        slow = "every step reads and writes all of the optimizer's state, which swap slows a lot"
-        return f"{detail}, {swapped / GIB:.1f} GiB swapped out", f"{slow}: free memory (swapoff -a)"
+        return (
+            detail,
+            "offloading needs 9 to 20 bytes per parameter: raise the limit if that is more",
+        )
+    if (swapped := psutil.swap_memory().used) > GIB:
+        return (
+            f"{detail}, {swapped / GIB:.1f} GiB swapped out",
+            "every step reads and writes all of the optimizer's state, which swap slows a lot: "
+            "free memory (swapoff -a)",
+        )
     return detail, ""
 
 
@@ -207,9 +194,10 @@ def check_locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return "unlimited", ""
-    remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1)"
-    risk = "otherwise page-locking buffers may fail"
-    return f"limited to {soft / (1 << 20):.1f} MiB", f"{remedy}; {risk}"
+    return (
+        f"limited to {soft / (1 << 20):.1f} MiB",
+        "ulimit -l unlimited (containers: --ulimit memlock=-1); otherwise page-locking may fail",
+    )
 
 
 def check_shared_memory() -> Finding:
@@ -222,11 +210,12 @@ def check_shared_memory() -> Finding:
         return f"/dev/shm cannot be used: {error.strerror}", remedy
     if paths := shared_buffers.left_over():
         nbytes = sum(path.stat().st_blocks * 512 for path in paths)
-        found = f"{counted(len(paths), 'buffer')} of DeepSpeed, {nbytes:,} bytes"
-        shared = "a container may share /dev/shm with the host and other containers (--ipc)"
-        unless = "whose processes are not visible: if no run uses it there, rm"
-        detail = f"{found}, that no process visible here maps"
-        return detail, f"{shared}, {unless} {shlex.join(map(str, paths))}"
+        return (
+            f"{counted(len(paths), 'buffer')} of DeepSpeed, {nbytes:,} bytes, that no process "
+            "visible here maps",
+            "a container may share /dev/shm with the host and other containers (--ipc), whose "
+            f"processes are not visible: if no run uses it there, rm {shlex.join(map(str, paths))}",
+        )
     if size < GIB:
         return f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy
     return f"/dev/shm holds {size / GIB:.1f} GiB", ""
@@ -240,9 +229,11 @@ def check_cores() -> Finding:
     detail = f"{len(cores)} of {len(topology.cores)} cores allowed"
     detail += f" (CPUs {format_cpulist(allowed)}), {nodes}"
     if quota is not None and quota < len(allowed):
-        raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
-        limited = f"a quota of {quota:g} cores of CPU time"
-        return f"{detail}; {limited}", f"plans use no more cores than the quota; {raised}"
+        return (
+            f"{detail}; a quota of {quota:g} cores of CPU time",
+            "plans use no more cores than the quota; raise it (cpu.max, Kubernetes limits.cpu) or "
+            "use a cpuset",
+        )
     if warnings:
         return f"{detail}; {warnings[0]}", "see the message"
     shared = "PyTorch and the optimizer share one core: give the job at least two per rank"
@@ -251,20 +242,26 @@ def check_cores() -> Finding:
 
 def check_binding() -> Finding:
     if (setting := omp_binding(os.environ)) is not None:
-        remedy = "unset it: deepspeed_ext binds all threads"
-        return f"{setting} makes OpenMP bind threads itself", remedy
+        return (
+            f"{setting} makes OpenMP bind threads itself",
+            "unset it: deepspeed_ext binds all threads",
+        )
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
         return f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it"
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:
-        allow = "allow it in the seccomp profile; until then, training runs unbound"
-        return f"the kernel refuses sched_setaffinity: {error}", allow
+        return (
+            f"the kernel refuses sched_setaffinity: {error}",
+            "allow it in the seccomp profile; until then, training runs unbound",
+        )
     if not can_set_memory_policy():
-        remedy = "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp"
-        detail = "masks can be set, but the memory policy cannot"
-        return detail, f"{remedy}; until then, first touch places memory"
+        return (
+            "masks can be set, but the memory policy cannot",
+            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first "
+            "touch places memory",
+        )
     return "masks and memory policy can be set", ""
 
 
@@ -276,8 +273,10 @@ def check_autoload() -> Finding:
     if setting != "1":
         return f"off: DSEXT_AUTOLOAD={setting}", "set it to 1, or to 0"
     if of_torch != "1":
-        off = f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} disables DSEXT_AUTOLOAD=1"
-        return off, "unset it, or call enable(), or start with deepspeed-ext run"
+        return (
+            f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} disables DSEXT_AUTOLOAD=1",
+            "unset it, or call enable(), or start with deepspeed-ext run",
+        )
     if not entry_points(group="torch.backends", name="deepspeed_ext"):
         return "off: this installation lacks our entry point", "reinstall deepspeed_ext", PROBLEM
     return "on: every import of DeepSpeed enables the extension", ""

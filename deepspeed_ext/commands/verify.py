@@ -1,41 +1,35 @@
 """``deepspeed-ext verify``: trains a small model with a user's config on real ranks, compares it
 with plain training, resumes it, and kills an optimizer process. `verify_rank` is what a rank does.
 
-This process makes the config of the check from the user's, starts the ranks, limits their time,
-ends all that they have started, and reports. Each rank writes its verdicts to a file.
+This process makes the config of the check from the user's, starts the ranks, limits their time and
+reports. Each rank writes its verdicts to a file. The kernel ends a rank with this process, and an
+optimizer process with its rank.
 """
 
 import json
 import math
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-
-import psutil
 
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted, logger
 from deepspeed_ext.runtime.process import python_command
 
-__all__ = ["CHECKS", "MARK", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
+__all__ = ["CHECKS", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
 
 CHECKS = ("training", "resume", "worker's death")
 PLAN = "plan.json"
 """File with the config of the check and its number of steps, in the folder of the check."""
-MARK = "DSEXT_VERIFY"
-"""Variable of the ranks and of all that they start: the folder of the check."""
-GRACE_SECONDS, END_SECONDS = 60.0, 10.0
-"""Time for all ranks to end after one has failed or an optimizer process was killed; and for what
-they have started to end after them."""
+GRACE_SECONDS = 60.0
+"""Time for all ranks to end after one has failed or an optimizer process was killed."""
 STEPS, WARM_UP, MOST_BATCH = 8, 2, 8
 LEFT_OUT = (
     "tensorboard wandb csv_monitor comet flops_profiler comms_logger autotuning elasticity nebula "
@@ -66,15 +60,17 @@ class Report(NamedTuple):
 
     def as_text(self) -> str:
         """Differences from the config, a line per check, warnings, and a failed rank's output."""
-        lines = [f"{counted(self.ranks, 'rank')}, {counted(self.steps, 'step')}"]
-        lines += [f"  changed for the check: {change}" for change in self.changes]
-        lines += [f"{status:<7}  {name:<14}  {d}" for name, (status, d) in self.checks.items()]
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        lines += [f"  | {line}" for line in self.output.splitlines()]
         failed = sum(status == "FAIL" for status, _ in self.checks.values())
         end = f"{failed} of {len(self.checks)} checks failed" if failed else "nothing failed"
-        warned = f", {counted(len(self.warnings), 'warning')}" if self.warnings else ""
-        return "\n".join([*lines, end + warned])
+        lines = [
+            f"{counted(self.ranks, 'rank')}, {counted(self.steps, 'step')}",
+            *(f"  changed for the check: {change}" for change in self.changes),
+            *(f"{status:<7}  {name:<14}  {how}" for name, (status, how) in self.checks.items()),
+            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"  | {line}" for line in self.output.splitlines()),
+            f"{end}, {counted(len(self.warnings), 'warning')}" if self.warnings else end,
+        ]
+        return "\n".join(lines)
 
 
 def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
@@ -176,7 +172,7 @@ def verify(
     limit_seconds: float = 600.0,
     start: Callable[[Path, dict[str, str], BinaryIO], Any] = start_rank,
 ) -> Report:
-    """Check a config. A signal that would end this process does so after the cleanup.
+    """Check a config.
 
     Args:
         steps: optimizer steps; None: enough for the config.
@@ -185,29 +181,23 @@ def verify(
     Raises:
         ConfigError: DeepSpeed or this package refuses the config.
     """
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _leave)
-    processes, why = list[Any](), ""
-    try:
-        with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            config, steps, changes = checked_config(user, name, steps)
-            (folder / PLAN).write_text(json.dumps([config, steps]))
-            try:
-                for rank in range(ranks):
-                    with (folder / f"{rank}.log").open("wb") as log:
-                        processes.append(start(folder, _environment(folder, rank, ranks), log))
-                why = _wait(folder, processes, limit_seconds)
-                statuses = [process.poll() for process in processes]
-            finally:
-                why = _end(folder, processes) or why
-            checks = _merged(folder, statuses, why)
-            logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+    with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
+        folder, processes = Path(name), list[Any]()
+        config, steps, changes = checked_config(user, name, steps)
+        (folder / PLAN).write_text(json.dumps([config, steps]))
+        try:
+            for rank in range(ranks):
+                with (folder / f"{rank}.log").open("wb") as log:
+                    processes.append(start(folder, _environment(rank, ranks), log))
+            why = _wait(folder, processes, limit_seconds)
+            statuses = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait(GRACE_SECONDS)
+        checks = _merged(folder, statuses, why)
+        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     warnings = re.findall(r"\[WARNING\] \[deepspeed_ext\] (.*)", "\n".join(logs))
     report = Report(ranks, steps, changes, checks, list(dict.fromkeys(warnings)), "")
     rank = next((rank for rank, status in enumerate(statuses) if status != 0), 0)
@@ -215,16 +205,12 @@ def verify(
     return report if report.passed else report._replace(output=output)
 
 
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
-
-
-def _environment(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int) -> dict[str, str]:
     given = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
     given |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     given |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))
     given.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    return given | {MARK: str(folder), "DSEXT_LOG_LEVEL": "INFO"}
+    return given | {"DSEXT_LOG_LEVEL": "INFO"}
 
 
 def _results(folder: Path, rank: int) -> dict[str, Any]:
@@ -250,32 +236,6 @@ def _wait(folder: Path, processes: list[Any], limit_seconds: float) -> str:
     return ""
 
 
-def _alive(folder: Path) -> list[psutil.Process]:
-    """All processes of a check, also optimizer processes, which have sessions of their own."""
-    return [
-        process
-        for process in psutil.process_iter(["environ", "status"])
-        if (process.info["environ"] or {}).get(MARK) == str(folder)
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-    ]
-
-
-def _end(folder: Path, processes: list[Any]) -> str:
-    """End all processes of a check; say so if some outlived ranks that ended by themselves."""
-    deadline = time.monotonic() + END_SECONDS
-    have_ended = None not in [process.poll() for process in processes]
-    while (left := _alive(folder)) and have_ended and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in (*left, *processes):
-        with suppress(psutil.Error):
-            process.kill()
-    for rank in processes:
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it dies afterwards
-            rank.wait(END_SECONDS)
-    psutil.wait_procs(left, END_SECONDS)
-    return f"{len(left)} processes outlived the ranks" if have_ended and left else ""
-
-
 def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tuple[str, str]]:
     """Merge the ranks' verdicts: a check has passed if it has on every rank.
 
@@ -294,9 +254,10 @@ def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tup
         if any(result["refused"] for result in results):
             raise ConfigError(f"this config cannot train: {detail}")
         if not status:  # a rank did not come so far
-            status, detail = "SKIPPED", "the run stopped before"
-            if not any(earlier == "FAIL" for earlier, _ in checks.values()):
-                status, detail = "FAIL", ended
+            has_failed = any(earlier == "FAIL" for earlier, _ in checks.values())
+            status, detail = (
+                ("SKIPPED", "the run stopped before") if has_failed else ("FAIL", ended)
+            )
         checks[name] = status, detail
     # after an optimizer process's death, any status may occur
     badly = why or (any(statuses) and checks[CHECKS[-1]][0] == "SKIPPED")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -44,13 +45,11 @@ class Flattener:
         reserve_fraction: the config's ``flatten_reserve_fraction``, a fraction of the accelerator's
             total memory.
         bucket_numel: maximum number of elements per broadcast (``allgather_bucket_size``).
-        check_replicas: check first that the ranks hold equal parameters (``enable_sanity_checks``).
     """
 
     forced: FlattenTier | None
     reserve_fraction: float
     bucket_numel: int
-    check_replicas: bool
 
     def flatten(
         self, layout: GroupLayout, ranks: RankGroup, group_index: int
@@ -71,16 +70,11 @@ class Flattener:
             OutOfMemoryError: no tier fits; the parameters are intact.
             RankError: on every rank, if something else failed on any rank; the parameters are
                 intact.
-            PlanMismatchError: the ranks differ in settings, sizes or (if checked) parameter values.
+            PlanMismatchError: the ranks differ in settings or sizes.
         """
         what = f"flattening parameter group {group_index}"
-        settings = (self.forced, self.reserve_fraction, self.check_replicas)
-        inputs = (layout.numel, str(layout.dtype), len(layout.segments), *settings)
-        require_same_plan(what, inputs, ranks)
-        if self.check_replicas:
-            with together(ranks), in_profile("flatten.checksum"):
-                sums = checksum(layout)
-            require_same_plan(f"{what} (checksum of the parameters)", sums, ranks)
+        inputs = (layout.numel, str(layout.dtype), len(layout.segments))
+        require_same_plan(what, (*inputs, self.forced, self.reserve_fraction), ranks)
         failed: list[FlattenTier] = []
         while True:
             with together(ranks):
@@ -90,13 +84,20 @@ class Flattener:
             facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
             plan = choose_tier(facts, self.forced, self.reserve_fraction, failed)
             if plan.tier == "accelerator":
-                flat = accelerator(layout, ranks)
+                flat = allocation.try_on_all_ranks("flatten.pack", partial(_packed, layout), ranks)
             else:
                 flat = from_slices(layout, ranks, self.bucket_numel, on_host=plan.tier == "host")
             if flat is not None:
                 return flat, plan
             if plan.tier == "host":
-                raise _no_tier_fits(layout, ranks)
+                raise OutOfMemoryError(
+                    f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
+                    f"{len(layout.segments)} parameters does not fit into accelerator memory on "
+                    "every rank, even with the parameters' own storage freed, or its part of "
+                    f"{layout.nbytes // ranks.size:,} bytes not into host memory. The parameters "
+                    "are intact. Free accelerator or host memory, use ZeRO-3, or split the "
+                    "optimizer's parameters into several groups"
+                )
             if self.forced is not None:
                 raise OutOfMemoryError(
                     f'zero_optimization.flatten_tier = "{self.forced}" ran out of accelerator '
@@ -111,39 +112,11 @@ class Flattener:
             failed.append(plan.tier)
 
 
-def checksum(layout: GroupLayout) -> tuple[int, int]:
-    """Return two sums of the parameters' bytes, the second weighted by position; exact integers on
-    every device."""
-    plain, weighted = 0, 0
-    for index, segment in enumerate(layout.segments):
-        octets = segment.parameter.detach().contiguous().view(-1).view(torch.uint8)
-        for start in range(0, octets.numel(), 1 << 22):
-            part = octets[start : start + (1 << 22)].to(torch.int64)
-            weights = (
-                torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
-                % 65521
-                + index
-                + 1
-            )
-            plain += int(part.sum())
-            weighted += int((part * weights).sum())
-    return plain, weighted
-
-
-def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
-    """Copy the parameters into a new buffer.
-
-    Returns:
-        The flat buffer, 1-D on the parameters' device; None if it does not fit. The parameters are
-        unchanged.
-    """
-
-    def packed() -> torch.Tensor:
-        flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
-        layout.pack(flat, 0)
-        return flat
-
-    return allocation.try_on_all_ranks("flatten.pack", packed, ranks)
+def _packed(layout: GroupLayout) -> torch.Tensor:
+    """A new flat buffer with copies of the parameters."""
+    flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
+    layout.pack(flat, 0)
+    return flat
 
 
 def from_slices(
@@ -227,17 +200,6 @@ def _flat_with_own_slice(
     if failure is not None:
         raise failure
     return flat
-
-
-def _no_tier_fits(layout: GroupLayout, ranks: RankGroup) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
-        f"{len(layout.segments)} parameters does not fit into accelerator memory on every rank, "
-        "even with the parameters' own storage freed, or its part of "
-        f"{layout.nbytes // ranks.size:,} bytes not into host memory. The parameters are intact. "
-        "Free accelerator or host memory, use ZeRO-3, or split the optimizer's parameters into "
-        "several groups"
-    )
 
 
 Exchange: TypeAlias = Callable[[torch.Tensor, RankGroup, int], None]

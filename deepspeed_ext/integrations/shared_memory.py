@@ -48,11 +48,35 @@ def hand_over(
         for _ in weights:
             pass
         return
-    sender = _Sender(connection, bucket_bytes)
+    memory, places, last, end = _NO_MEMORY, list[tuple[Any, ...]](), None, 0
+
+    def flush() -> None:
+        """Send what the memory holds, and wait until the reader has read it."""
+        if places:
+            connection.send((_TENSORS, places))
+            if connection.recv() != _READ:
+                raise StateError(
+                    "the process that receives the weights has stopped before the last: iterate "
+                    "over receive(...) to the end"
+                )
+            places.clear()
+
     try:
         for name, tensor in weights:
-            sender.add(name, tensor)
-        sender.flush()
+            if tensor is last:  # tied
+                places.append((name, *places[-1][1:]))
+                continue
+            last = tensor
+            if end + tensor.nbytes > memory.numel():
+                flush()
+                end = 0
+            if tensor.nbytes > memory.numel():
+                memory = _shared(connection, max(bucket_bytes, tensor.nbytes))
+            place = memory[end : end + tensor.nbytes]
+            place.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+            places.append((name, tensor.dtype, tuple(tensor.shape), end, tensor.nbytes))
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        flush()
         connection.send((_END, None))
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         raise StateError(
@@ -63,6 +87,18 @@ def hand_over(
         with suppress(OSError):
             connection.send((_BROKEN, None))
         raise
+
+
+def _shared(connection: Connection, nbytes: int) -> torch.Tensor:
+    """New memory, uint8 [nbytes], that the reader maps, too."""
+    fileno = os.memfd_create("deepspeed_ext-weights", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fileno, nbytes)
+        connection.send((_MEMORY, nbytes))
+        reduction.send_handle(connection, fileno, os.getpid())
+        return _mapped(os.dup(fileno), nbytes)
+    finally:
+        os.close(fileno)
 
 
 def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,50 +148,3 @@ def _mapped(fileno: int, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(fileno, nbytes), dtype=torch.uint8)
     finally:
         os.close(fileno)
-
-
-class _Sender:
-    """Fills the shared memory and tells the reader what is in it."""
-
-    def __init__(self, connection: Connection, bucket_bytes: int) -> None:
-        self._connection = connection
-        self._bucket_bytes = bucket_bytes
-        self._memory = _NO_MEMORY
-        self._places: list[tuple[Any, ...]] = []
-        self._last: torch.Tensor | None = None
-        self._end = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor is self._last:  # tied
-            self._places.append((name, *self._places[-1][1:]))
-            return
-        self._last = tensor
-        if self._end + tensor.nbytes > self._memory.numel():
-            self.flush()
-        if tensor.nbytes > self._memory.numel():
-            self._allocate(max(self._bucket_bytes, tensor.nbytes))
-        place = self._memory[self._end : self._end + tensor.nbytes]
-        place.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
-        self._places.append((name, tensor.dtype, tuple(tensor.shape), self._end, tensor.nbytes))
-        self._end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-    def _allocate(self, nbytes: int) -> None:
-        fileno = os.memfd_create("deepspeed_ext-weights", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fileno, nbytes)
-            self._connection.send((_MEMORY, nbytes))
-            reduction.send_handle(self._connection, fileno, os.getpid())
-            self._memory = _mapped(os.dup(fileno), nbytes)
-        finally:
-            os.close(fileno)
-
-    def flush(self) -> None:
-        """Send what the memory holds, and wait until the reader has read it."""
-        if self._places:
-            self._connection.send((_TENSORS, self._places))
-            if self._connection.recv() != _READ:
-                raise StateError(
-                    "the process that receives the weights has stopped before the last: iterate "
-                    "over receive(...) to the end"
-                )
-        self._places, self._end = [], 0

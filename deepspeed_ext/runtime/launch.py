@@ -1,12 +1,10 @@
 """Sets the rank variables that DeepSpeed reads and the launcher has not set: maps those of srun,
 mpirun and mpiexec, by pure functions of the environment.
 
-DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-torchrun, ``deepspeed`` and ``accelerate launch`` set them; srun and MPI use other names.
-
-A value set by hand is used, unless it contradicts the launcher. If everything that a rank needs is
-set by hand, the launcher's variables may be incomplete or inconsistent. The host of rank 0 is known
-from Slurm, or if all ranks share one host; MPI does not provide it.
+torchrun, ``deepspeed`` and ``accelerate launch`` set all of `NEEDED`; srun and MPI use other names.
+A value set by hand is used, unless it contradicts the launcher; with all of `NEEDED` set by hand,
+the launcher's variables may be incomplete. The host of rank 0 is known from Slurm, or if all ranks
+share one host; MPI does not provide it.
 """
 
 from __future__ import annotations
@@ -15,21 +13,13 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger, quoted
 
-__all__ = [
-    "LaunchPlan",
-    "NEEDED",
-    "find_rank",
-    "first_host",
-    "plan_launch",
-    "set_launch_variables",
-    "tasks_on_node",
-]
+__all__ = ["LaunchPlan", "NEEDED", "find_rank", "plan_launch", "set_launch_variables"]
 
 SET_EVERYTHING = {
     "TORCHELASTIC_RUN_ID": "torchrun",
@@ -39,44 +29,24 @@ SET_EVERYTHING = {
 }
 """Variables that identify a launcher that sets everything, or a service whose variables DeepSpeed
 maps itself. If srun starts these, its variables number launchers, not ranks."""
-
-OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+PMI = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"]
 JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-RANK_VARIABLES = NUMBERS[:3]
-NEEDED = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+NUMBERS = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+NEEDED = (*NUMBERS[:3], "MASTER_ADDR", "MASTER_PORT")
 """The variables that a rank needs without a launcher."""
 SET_ALL = f"set all of {', '.join(NEEDED)}"
-
 # Below the ports that Linux hands out by itself, which start at 32768.
-FIRST_PORT, PORTS = 20_000, 10_000
-DEFAULT_PORT = 29_500  # torch's
+FIRST_PORT, PORTS, TORCHS_PORT = 20_000, 10_000, 29_500
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """The variables to set so that DeepSpeed knows its rank."""
+class LaunchPlan(NamedTuple):
+    """The launcher that started this process, if any, and the variables that its environment
+    lacks."""
 
     launcher: str | None
-    """The launcher that started this process; None if there is none."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables to add to the environment, which lacks them."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A process in its job, as its launcher numbers it."""
-
-    launcher: str
-    numbers: tuple[int, ...]
-    """Of `NUMBERS`."""
-    job: str
-    """The same text on all ranks of a job and, if possible, different for other jobs; empty if
-    unknown."""
-    address: str | None
-    """The host of rank 0; None if unknown."""
+    variables: Mapping[str, str]
 
 
 def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
@@ -88,103 +58,116 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     given = {name: value for name, value in environ.items() if value}
     for variable, launcher in SET_EVERYTHING.items():
         if variable in given:
-            return LaunchPlan(launcher)
+            return LaunchPlan(launcher, {})
     try:
-        place = _place(given)
+        found = _launched(given)
     except ConfigError:
         if not all(name in given for name in NEEDED):
             raise
-        place = None
-    by_hand = [name for name in RANK_VARIABLES if name in given]
-    if by_hand == list(RANK_VARIABLES):
-        rank, size, local_rank = _numbers(given, RANK_VARIABLES)
+        found = None
+    by_hand = [name for name in NUMBERS[:3] if name in given]
+    if len(by_hand) == 3:
+        rank, size, local_rank = _numbers(given, by_hand)
         if not local_rank <= rank < size:
             raise ConfigError(
                 f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below "
                 "WORLD_SIZE, and LOCAL_RANK not above RANK"
             )
-        if place is not None and size != place.numbers[1]:
-            place = None  # each process of the launcher has started several ranks
-    elif by_hand and place is None:
+        if found is not None and found.variables["WORLD_SIZE"] != str(size):
+            found = None  # each process of the launcher has started several ranks
+    elif by_hand and found is None:
         raise ConfigError(
-            f"{', '.join(by_hand)} is set, but not all of {', '.join(RANK_VARIABLES)}, and no "
+            f"{', '.join(by_hand)} is set, but not all of {', '.join(NUMBERS[:3])}, and no "
             "launcher was found: set all or none"
         )
-    if place is None:
-        return LaunchPlan(None)
-    wanted = dict(zip(NUMBERS, map(str, place.numbers), strict=True))
-    for name, value in wanted.items():
-        if name in given and given[name] != value:
+    return LaunchPlan(None, {}) if found is None else _missing(given, found)
+
+
+def _missing(given: Mapping[str, str], found: LaunchPlan) -> LaunchPlan:
+    """The variables of a launcher that are not given, unless some contradict it."""
+    for name in NUMBERS:
+        if given.get(name, wanted := found.variables[name]) != wanted:
             raise ConfigError(
-                f"{name}={given[name][:40]} is set, but {place.launcher} says {value}: unset "
+                f"{name}={given[name][:40]} is set, but {found.launcher} says {wanted}: unset "
                 f"it, or {SET_ALL} if there are more ranks than it has started"
             )
-    wanted["MASTER_ADDR"] = given.get("MASTER_ADDR") or _address(place)
-    wanted["MASTER_PORT"] = str(_port(place.job))
-    return LaunchPlan(
-        place.launcher, {name: value for name, value in wanted.items() if name not in given}
-    )
+    if not found.variables["MASTER_ADDR"] and "MASTER_ADDR" not in given:
+        raise ConfigError(
+            f"{found.launcher} has started ranks on several hosts and does not name the one of "
+            "rank 0: set MASTER_ADDR to it (mpirun -x MASTER_ADDR=HOST; mpiexec -genv MASTER_ADDR "
+            "HOST)"
+        )
+    missing = {name: text for name, text in found.variables.items() if name not in given}
+    return LaunchPlan(found.launcher, missing)
 
 
-def _place(given: Mapping[str, str]) -> _Place | None:
-    """The place given by the innermost launcher, because srun may start mpirun. None if there is no
-    launcher."""
-    job = next((given[name] for name in JOB_IDS if name in given), "")
+def _launched(given: Mapping[str, str]) -> LaunchPlan | None:
+    """The innermost launcher, because srun may start mpirun, with all variables as it has them, and
+    MASTER_ADDR empty if it does not know; None: there is none."""
+    job, address = next((given[name] for name in JOB_IDS if name in given), ""), ""
     if any(name in given for name in OPEN_MPI):
-        return _checked(_Place("mpirun (Open MPI)", _numbers(given, OPEN_MPI), job, None))
-    by_pmi = "PMI_RANK" in given
-    if by_pmi and ("SLURM_PROCID" not in given or any(name in given for name in PMI[2:])):
-        return _checked(_Place("mpiexec (PMI)", _numbers(given, PMI), job, None))
-    if "SLURM_PROCID" in given:  # also srun --mpi=pmi2
-        return _slurm(given)
-    if "PMIX_RANK" in given:
+        launcher, numbers = "mpirun (Open MPI)", _numbers(given, OPEN_MPI)
+    elif "PMI_RANK" in given and (
+        "SLURM_PROCID" not in given or any(name in given for name in PMI[2:])
+    ):
+        launcher, numbers = "mpiexec (PMI)", _numbers(given, PMI)
+    elif "SLURM_PROCID" in given:  # also srun --mpi=pmi2
+        if "SLURM_STEP_NUM_TASKS" not in given and given.get("SLURM_NTASKS", "1") == "1":
+            return None  # a batch script, outside of srun
+        launcher, numbers = "srun", _numbers_of_slurm(given)
+        job = f"{_value(given, 'SLURM_JOB_ID')}.{given.get('SLURM_STEP_ID', '')}"
+        address = _first_host(_value(given, "SLURM_STEP_NODELIST"))
+    elif "PMIX_RANK" in given:
         raise ConfigError(
             "PMIX_RANK is set, which gives this process's number but not how many there are: "
             f"start with mpirun or srun, or {SET_ALL}"
         )
-    return None
-
-
-def _checked(place: _Place) -> _Place:
-    rank, size, local_rank, local_size = place.numbers
+    else:
+        return None
+    rank, size, local_rank, local_size = numbers
     if not (local_rank <= rank < size and local_rank < local_size <= size):
         raise ConfigError(
-            f"{place.launcher} numbers this process {rank} of {size}, and {local_rank} of "
+            f"{launcher} numbers this process {rank} of {size}, and {local_rank} of "
             f"{local_size} on its host, which cannot be: are variables of another job set?"
         )
-    return place
+    wanted = dict(zip(NUMBERS, map(str, numbers), strict=True))
+    wanted["MASTER_ADDR"] = address or ("127.0.0.1" if local_size == size else "")
+    # a port that another job on the same host is unlikely to use
+    port = FIRST_PORT + zlib.crc32(job.encode(errors="surrogateescape")) % PORTS
+    wanted["MASTER_PORT"] = str(port if job else TORCHS_PORT)
+    return LaunchPlan(launcher, wanted)
 
 
-def _slurm(given: Mapping[str, str]) -> _Place | None:
-    if "SLURM_STEP_NUM_TASKS" not in given:  # a batch script, outside of srun
-        if given.get("SLURM_NTASKS", "1") != "1":
-            raise ConfigError(
-                f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not "
-                "started by srun: write `srun deepspeed-ext run ...` into the batch script, or "
-                f"{SET_ALL} for each rank"
-            )
-        return None
+def _numbers_of_slurm(given: Mapping[str, str]) -> list[int]:
+    """A task's values of `NUMBERS`. Its local size comes from the counts of all nodes, such as
+    ``2(x3),1``."""
+    if "SLURM_STEP_NUM_TASKS" not in given:
+        raise ConfigError(
+            f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not "
+            "started by srun: write `srun deepspeed-ext run ...` into the batch script, or "
+            f"{SET_ALL} for each rank"
+        )
     if "SLURM_HET_SIZE" in given:
         raise ConfigError(
             f"each component of a heterogeneous Slurm job numbers its own tasks: {SET_ALL} for "
             "each task"
         )
     rank, size, local_rank, node = _numbers(given, SRUN)
-    local_size = tasks_on_node(_value(given, "SLURM_STEP_TASKS_PER_NODE"), node, size)
-    job = f"{_value(given, 'SLURM_JOB_ID')}.{given.get('SLURM_STEP_ID', '')}"
-    address = first_host(_value(given, "SLURM_STEP_NODELIST"))
-    return _checked(_Place("srun", (rank, size, local_rank, local_size), job, address))
+    counts = _value(given, "SLURM_STEP_TASKS_PER_NODE")
+    groups = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", group) for group in counts.split(",")]
+    tasks = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
+    if not all(groups) or sum(tasks) != size or node >= len(tasks):
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1 for "
+            f"SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node}; start again with srun, or "
+            f"{SET_ALL}"
+        )
+    return [rank, size, local_rank, tasks[node]]
 
 
-def first_host(hostlist: str) -> str:
-    """Return the first of Slurm's host names, such as node01 of ``node[01-03,7],login``.
-
-    DeepSpeed needs only this one, so ``scontrol show hostnames``, which containers often lack, is
-    not called.
-
-    Raises:
-        ConfigError: the text is not a list of host names.
-    """
+def _first_host(hostlist: str) -> str:
+    """The first of Slurm's host names, such as node01 of ``node[01-03,7],login``. Containers often
+    lack ``scontrol show hostnames``."""
     found = re.match(r"(?:[\w.:-]|\[\d[\d,-]*\])+(?=,|$)", hostlist, re.ASCII)
     if found is None:
         raise ConfigError(
@@ -194,53 +177,13 @@ def first_host(hostlist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0])
 
 
-def tasks_on_node(counts: str, node: int, size: int) -> int:
-    """Return the number of tasks on a node of a step, from Slurm's counts, such as ``2(x3),1``.
-
-    Args:
-        counts: of all nodes.
-        node: the node's position in the step.
-        size: tasks of the whole step.
-
-    Raises:
-        ConfigError: the counts are malformed, do not add up to `size`, or are for fewer nodes.
-    """
-    groups = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", group) for group in counts.split(",")]
-    tasks = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
-    if not all(groups) or sum(tasks) != size or node >= len(tasks):
-        raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1 for "
-            f"SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node}; start again with srun, or "
-            f"{SET_ALL}"
-        )
-    return tasks[node]
-
-
-def _address(place: _Place) -> str:
-    if place.address is not None:
-        return place.address
-    if place.numbers[3] == place.numbers[1]:
-        return "127.0.0.1"
-    raise ConfigError(
-        f"{place.launcher} has started ranks on several hosts and does not name the one of rank 0: "
-        "set MASTER_ADDR to it (mpirun -x MASTER_ADDR=HOST; mpiexec -genv MASTER_ADDR HOST)"
-    )
-
-
-def _port(job: str) -> int:
-    """A port that another job on the same host is unlikely to use."""
-    if not job:
-        return DEFAULT_PORT
-    return FIRST_PORT + zlib.crc32(job.encode(errors="surrogateescape")) % PORTS
-
-
-def _numbers(given: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, ...]:
+def _numbers(given: Mapping[str, str], names: Sequence[str]) -> list[int]:
     for name in names:
         if not re.fullmatch("[0-9]{1,9}", _value(given, name)):
             raise ConfigError(
                 f"the environment variable {name}={quoted(given[name])}: expected a whole number"
             )
-    return tuple(int(given[name]) for name in names)
+    return [int(given[name]) for name in names]
 
 
 def _value(given: Mapping[str, str], name: str) -> str:
@@ -275,18 +218,14 @@ def find_rank() -> bool:
         ConfigError: as `set_launch_variables`.
     """
     plan = set_launch_variables()
-    if plan.launcher is None and not any(os.environ.get(name) for name in RANK_VARIABLES):
-        alone = dict(zip(NUMBERS, "0101", strict=True))
-        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        os.environ.update({name: text for name, text in alone.items() if not os.environ.get(name)})
+    if plan.launcher is None and not any(os.environ.get(name) for name in NUMBERS[:3]):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        alone = zip((*NUMBERS, *NEEDED[3:]), (*"0101", "127.0.0.1", port), strict=True)
+        os.environ.update({name: text for name, text in alone if not os.environ.get(name)})
         logger.info(
             "no launcher has started this process, so it is rank 0 of 1; to use several "
             "accelerators, start it with torchrun, deepspeed, accelerate, srun or mpirun"
         )
     return all(os.environ.get(name) for name in NEEDED)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

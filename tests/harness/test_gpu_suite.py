@@ -314,15 +314,13 @@ def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_i
 # -- what the parts measure ------------------------------------------------------------------------
 
 
-def test_startup_gives_time_and_memory_of_both_sides() -> None:
+def test_startup_gives_times_of_both_sides() -> None:
     variants = ["upstream host path", "host"]
     (found,) = run_ranks(1, bench_startup.body, variants, 1, 2, False, 1)
     for name in variants:
         (result,) = found[name]
         assert result["seconds"] > 0
         assert result["GB/s"] > 0
-        assert result["host peak / P"] >= 2, "the fp32 masters alone"
-    assert found["host"][0]["peak / P"] < found["upstream host path"][0]["peak / P"]
 
 
 @pytest.mark.parametrize(

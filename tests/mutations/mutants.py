@@ -30,7 +30,7 @@ from cosmic_ray.operators import (
     zero_iteration_for_loop,
 )
 
-from tests.mutations.operators import ExchangeArguments, MoveEnd, RemoveStatement
+from tests.mutations.operators import RemoveStatement
 from tests.support.paths import ROOT
 
 __all__ = ["KINDS", "MODULES", "Mutant", "Site", "draw", "sites_of"]
@@ -95,8 +95,6 @@ KINDS: dict[str, tuple[type, ...]] = {
         zero_iteration_for_loop.ZeroIterationForLoop,
     ),
     "statement": (RemoveStatement,),
-    "arguments": (ExchangeArguments,),
-    "end": (MoveEnd,),
 }
 
 

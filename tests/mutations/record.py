@@ -31,7 +31,7 @@ FOLDERS = (
     "zenflow",
 )
 """Of tests/unit: those whose tests may kill a mutant."""
-LEFT_OUT = ("test_hf.py", "test_accelerate.py", "test_upstream_configs.py")
+LEFT_OUT = ("test_accelerate.py", "test_upstream_configs.py")
 """Minutes of whole trainings, of lines that others run too."""
 MOST_SECONDS = 25.0
 """Of the recorded time of the tests that one mutant gets: so much without ranks, and as much

@@ -25,12 +25,12 @@ TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 
 KERNEL_CODE = """
 import ctypes, hashlib, sys
-from deepspeed_ext.zenflow.worker.kernel import library, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import Array, library_path, load_kernel, native
 path = library_path()
 kernel = load_kernel(path, threads=2)
 bytes_touched = ctypes.create_string_buffer(1 << 16)
-kernel.first_touch(ctypes.addressof(bytes_touched), len(bytes_touched))
-print(kernel.name, path == str(library.BUILT), path.startswith(sys.prefix))
+kernel.touch(Array(ctypes.addressof(bytes_touched), "uint8", len(bytes_touched)), 1, 1)
+print(kernel.name, path == str(native.BUILT), path.startswith(sys.prefix))
 print(hashlib.sha256(open(path, "rb").read()).hexdigest())
 """
 

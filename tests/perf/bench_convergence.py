@@ -213,21 +213,6 @@ def losses_table(results: Results, made: Sequence[Training]) -> list[dict[str, A
     return table
 
 
-def comparisons(results: Results, made: Sequence[Training]) -> list[report.Comparison]:
-    """Every way to train beside AdamW with the same seeds, and ours beside upstream's ZenFlow."""
-    rows, found = by_row(made), []
-    upstream = [sides.UPSTREAM_SEQUENTIAL.name, sides.UPSTREAM_OVERLAPPED.name]
-    for (name, rate), of_row in rows.items():
-        for rival in [sides.ADAMW.name, *(upstream if ROWS[name].extended else [])]:
-            pair = results.ends(of_row), results.ends(rows.get((rival, rate), []))
-            if name != rival and pair[0] and len(pair[0]) == len(pair[1]):
-                mark = "" if ROWS[name].extended else "not ours: "
-                what = f"{mark}loss of {name}, lr {rate:g}, {of_row[0].steps} steps"
-                quantity = f"mean loss of the last {min(WINDOW, of_row[0].steps)} steps"
-                found.append(report.compare(what, rival, quantity, *pair, ("1", "1")))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -253,7 +238,7 @@ def main() -> None:
     for training in made:
         results.make(training)
     table = losses_table(results, made)
-    report.write(f"{name}_losses", scale, table, comparisons(results, made))
+    report.write(f"{name}_losses", scale, table)
     if table:
         steps = {each: ".3f" for each in table[0] if each.isdigit()}
         forms = {"row": "", "lr": "g", "seeds": "d", **steps, "spread": ".3f", "ms a step": ".0f"}

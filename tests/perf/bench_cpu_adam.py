@@ -179,42 +179,6 @@ def rows_of(numel: int, found: dict[str, Contender]) -> list[dict[str, Any]]:
     ]
 
 
-def comparisons_of(
-    numel: int, threads: int, found: dict[str, Contender]
-) -> list[report.Comparison]:
-    """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a
-    copy."""
-    passes = {name: found[f"pass, {name} moments"] for name in MOMENTS}
-    size = f"{numel:,} elements ({SIZES.get(numel, 'given')})"
-    comparisons = [
-        report.compare(
-            f"CPU Adam, {size}, {moments} moments",
-            rival,
-            "ms per step",
-            one.milliseconds,
-            found[rival].milliseconds,
-            (threads, threads),
-        )
-        for moments, one in passes.items()
-        for rival in (BASE, DEEPSPEED)
-        if rival in found
-    ]
-    return comparisons + [
-        report.compare(
-            f"bandwidth, {size}: {name}",
-            COPY,
-            "GB/s",
-            one.gb_per_s(numel),
-            found[COPY].gb_per_s(numel),
-            (threads, threads),
-        )
-        for name, one in {
-            "CPU Adam": passes["fp32"],
-            f"{BASE}, as a yardstick": found[BASE],
-        }.items()
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,14 +193,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    comparisons: list[report.Comparison] = []
     for numel in options.numel:
         found = contenders(numel, options.threads, options.deepspeed)
         measure(found, options.threads, options.repeats)
         rows += rows_of(numel, found)
-        comparisons += comparisons_of(numel, options.threads, found)
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
-    print(f"\nwritten to {report.write('cpu_adam', vars(options), rows, comparisons)}")
+    print(f"\nwritten to {report.write('cpu_adam', vars(options), rows)}")
 
 
 if __name__ == "__main__":

@@ -7,21 +7,16 @@ Every variant is its own engine; the engines take turns (A B C A B C ...), so th
 the machine hits all of them. Every parameter is gathered for every use (no persistence, no reuse)
 and two blocks are prefetched.
 
-Columns: milliseconds of a step (forward, backward, optimizer; slowest rank), its ratio to
-upstream's coalesced path; live bytes at the peak of fetching one block, over the bytes of that
-block; peak of live bytes above rest in the forward pass of a training step; collectives that
-gathered parameters in forward and backward. Bytes are counted by `tests.support.meter` (on an
-accelerator by its allocator); what a backend allocates inside itself is not in them.
+Columns: milliseconds of a step (forward, backward, optimizer; slowest rank), and its ratio to
+upstream's coalesced path. What each way holds, to the byte, is tested: tests/unit/gather.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import importlib
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -32,9 +27,7 @@ from torch import nn
 
 import deepspeed_ext
 from tests.perf import report
-from tests.support.collectives import Collectives
 from tests.support.compare import base_config
-from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,17 +71,6 @@ class Stack(nn.Module):
         return hidden.float().square().mean()
 
 
-@dataclass
-class Measured:
-    """What one variant did on one rank."""
-
-    step_seconds: list[float] = field(default_factory=list)
-    fetch_ratio: float = 0.0
-    forward_peak_bytes: int = 0
-    num_gathers: int = 0
-    threads: int = 0
-
-
 def build(width: int, num_blocks: int, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
     config = base_config(3, dtype)
     config["zero_optimization"] |= {
@@ -115,63 +97,10 @@ def step_seconds(engine: Any, batch: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-class Peak:
-    """Peak bytes above those at entry: by the meter on the CPU, by the allocator on an accelerator.
-
-    Args:
-        engine: whose partitions exist already, so that the meter does not take them for new.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self.partitions = [parameter.ds_tensor for parameter in engine.module.parameters()]
-        self.on_cpu = get_accelerator().device_name() == "cpu"
-        self.meter = LiveBytes()
-        self.nbytes = 0
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        if self.on_cpu:
-            self.meter.watch(*self.partitions)
-            self.before = self.meter.live["accelerator"]
-            self.meter.__enter__()
-        else:
-            get_accelerator().synchronize()
-            get_accelerator().reset_peak_memory_stats()
-            self.before = get_accelerator().memory_allocated()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.on_cpu:
-            self.meter.__exit__(*error)
-            self.nbytes = self.meter.peak["accelerator"] - self.before
-        else:
-            get_accelerator().synchronize()
-            self.nbytes = get_accelerator().max_memory_allocated() - self.before
-
-
-def measure_memory(engine: Any, batch: torch.Tensor, measured: Measured) -> None:
-    block = list(engine.module.blocks[0].parameters())
-    with Peak(engine) as peak, torch.no_grad():
-        block[0].all_gather_coalesced(block).wait()
-    measured.fetch_ratio = peak.nbytes / sum(p.numel() * p.element_size() for p in block)
-    for parameter in block:
-        parameter.partition()
-    with Peak(engine) as peak:
-        loss = engine(batch)
-    measured.forward_peak_bytes = peak.nbytes
-    engine.backward(loss)
-    engine.step()
-    with Collectives() as collectives:
-        engine.backward(engine(batch))
-    measured.num_gathers = sum(
-        "gather" in name or name == "allreduce_" for name in collectives.names
-    )
-    engine.step()
-
-
 def body(
     size: str, dtype: str, repeats: int, steps: int, min_numel: int | None
-) -> dict[str, Measured]:
+) -> dict[str, list[float]]:
+    """Seconds of each variant's steps on this rank."""
     width, num_blocks = SIZES[size]
     torch_dtype = getattr(torch, dtype)
     batch = torch.randn(4, width, device=get_accelerator().current_device_name(), dtype=torch_dtype)
@@ -181,64 +110,21 @@ def body(
     engines = {
         name: build(width, num_blocks, torch_dtype, fields) for name, fields in variants.items()
     }
-    results = {name: Measured() for name in VARIANTS}
+    results: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn, name in report.alternate(list(VARIANTS), repeats):
         seconds = [step_seconds(engines[name], batch) for _ in range(steps)]
-        if turn >= 0:
-            results[name].step_seconds += seconds
-    for name, engine in engines.items():
-        measure_memory(engine, batch, results[name])
-        results[name].threads = torch.get_num_threads()
+        results[name] += seconds if turn >= 0 else []
+    for engine in engines.values():
         engine.destroy()
     return results
 
 
-def slowest_steps(name: str, per_rank: list[dict[str, Measured]]) -> list[float]:
-    """Milliseconds of one variant's steps over all ranks: a step lasts as long as its slowest
-    rank."""
-    steps = zip(*(ranks[name].step_seconds for ranks in per_rank), strict=True)
-    return [1e3 * max(step) for step in steps]
-
-
-def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
-    """One variant over all ranks."""
-    worst = max(
-        (ranks[name] for ranks in per_rank), key=lambda measured: measured.forward_peak_bytes
-    )
+def slowest_steps(per_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Milliseconds of each variant's steps: a step lasts as long as its slowest rank."""
     return {
-        "variant": name,
-        "step ms": report.summary(slowest_steps(name, per_rank)),
-        "fetch peak / bytes": worst.fetch_ratio,
-        "forward peak MiB": worst.forward_peak_bytes / 2**20,
-        "gathers": worst.num_gathers,
+        name: [1e3 * max(step) for step in zip(*(ranks[name] for ranks in per_rank), strict=True)]
+        for name in VARIANTS
     }
-
-
-def comparisons_of(
-    num_ranks: int, size: str, per_rank: list[dict[str, Measured]]
-) -> list[report.Comparison]:
-    """Ours beside both paths of upstream's."""
-    width, num_blocks = SIZES[size]
-    subject = f"ZeRO-3 gather, {num_ranks} ranks, {num_blocks} blocks of {width:,} x {width:,}"
-    quantities = {
-        "step ms": lambda name: slowest_steps(name, per_rank),
-        "peak bytes of a fetch / the gathered bytes": lambda name: [
-            max(rank[name].fetch_ratio for rank in per_rank)
-        ],
-    }
-    threads = per_rank[0]["ours"].threads
-    return [
-        report.compare(
-            subject,
-            rival,
-            quantity,
-            values("ours"),
-            values(rival),
-            (threads, per_rank[0][rival].threads),
-        )
-        for rival in list(VARIANTS)[:2]
-        for quantity, values in quantities.items()
-    ]
 
 
 def main() -> None:
@@ -258,20 +144,18 @@ def main() -> None:
     # found by its module's name in the ranks
     ranks_body = importlib.import_module("tests.perf.bench_gather").body
     rows: list[dict[str, Any]] = []
-    comparisons: list[report.Comparison] = []
     for num_ranks in args.ranks:
         for size in args.sizes:
             arguments = (size, args.dtype, args.repeats, args.steps, args.min_numel)
             per_rank = run_ranks(
                 num_ranks, ranks_body, *arguments, device=args.device, timeout_seconds=1500
             )
-            group = [
-                {"ranks": num_ranks, "size": size, **table_row(name, per_rank)} for name in VARIANTS
-            ]
-            for row in group:
-                row["ratio"] = row["step ms"]["median"] / group[0]["step ms"]["median"]
-            rows += group
-            comparisons += comparisons_of(num_ranks, size, per_rank)
+            found = slowest_steps(per_rank)
+            for name, steps in found.items():
+                row = {"ranks": num_ranks, "size": size, "variant": name}
+                rows.append(row | {"step ms": report.summary(steps)})
+                first = found["upstream coalesced"]
+                rows[-1]["ratio"] = rows[-1]["step ms"]["median"] / report.summary(first)["median"]
     columns = {
         "ranks": "d",
         "size": "",
@@ -280,13 +164,10 @@ def main() -> None:
             f"{value['median']:.1f} ({value['min']:.1f} to {value['max']:.1f})"
         ),
         "ratio": ".3f",
-        "fetch peak / bytes": ".3f",
-        "forward peak MiB": ".2f",
-        "gathers": "d",
     }
     print(report.table(rows, columns))
     name = "gather_large" if args.sizes == ["large"] else "gather"
-    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
+    print(f"\nwritten to {report.write(name, vars(args), rows)}")
 
 
 if __name__ == "__main__":

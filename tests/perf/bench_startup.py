@@ -7,11 +7,9 @@ one run.
                                        cpu|accelerator]
 
 Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating
-between variants. Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of
-the whole construction by the accelerator's allocator; where the CPU is the accelerator, of the
-flattening alone by a byte-exact meter in separate, untimed turns. Peak bytes of host memory are the
-growth of the process's resident pages during the construction, and what torch's allocator has
-page-locked, both relative to P. GB/s are P over the time of the construction.
+between variants. On an accelerator its allocator gives the peak bytes meanwhile, relative to P, the
+bytes of the parameters. What each tier holds on a CPU, to the byte, is tested: tests/unit/flatten.
+GB/s are P over the time of the construction.
 """
 
 from __future__ import annotations
@@ -31,19 +29,15 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine
-from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from tests.perf import host_peak, report
-from tests.support.meter import LiveBytes
+from tests.perf import report
 from tests.support.ranks import run_ranks
 
 HOST_PATH, ACCELERATOR_PATH = "upstream host path", "upstream accelerator path"
-RIVALS = {"accelerator": ACCELERATOR_PATH, "distributed": HOST_PATH, "host": HOST_PATH}
-VARIANTS = (HOST_PATH, ACCELERATOR_PATH, *RIVALS)
+VARIANTS = (HOST_PATH, ACCELERATOR_PATH, "accelerator", "distributed", "host")
 
 
 class Blocks(nn.Module):
@@ -87,90 +81,54 @@ def config(variant: str, stage: int, offload: bool) -> dict[str, Any]:
 
 
 class Clock:
-    """Stands in for two of DeepSpeed's methods and keeps what the construction of the optimizer
-    took.
+    """Stands in for the engine's construction of its ZeRO optimizer, and keeps what it took."""
 
-    Args:
-        meter: on the CPU, meters the flattening alone; without it an accelerator's allocator gives
-            the peak.
-    """
-
-    def __init__(self, meter: LiveBytes | None) -> None:
-        self.meter = meter
-        self.seconds = 0.0
-        self.peak_bytes = self.host_bytes = self.pinned_bytes = 0
+    seconds, peak_bytes = 0.0, 0
 
     def around(self, original: Any) -> Any:
-        """A method that times `original`, the engine's construction of its ZeRO optimizer."""
+        """A method that times `original`."""
 
         def method(engine: Any, optimizer: Any) -> Any:
             accelerator = get_accelerator()
             accelerator.synchronize()
             accelerator.reset_peak_memory_stats()
-            host_peak.forget_pinned()
             dist.barrier()
-            host = host_peak.HostPeak()
             begin = time.perf_counter()
             result = original(engine, optimizer)
             accelerator.synchronize()
             self.seconds = time.perf_counter() - begin
-            self.peak_bytes = (
-                self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
-            )
-            self.host_bytes, self.pinned_bytes = host.nbytes or 0, host_peak.pinned() or 0
+            self.peak_bytes = accelerator.max_memory_allocated()
             return result
 
         return functools.wraps(original)(method)
 
-    def metered(self, original: Any) -> Any:
-        """A method that meters `original`, the flattening of a group."""
 
-        def method(optimizer: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.meter is None:
-                return original(optimizer, tensors, *args, **kwargs)
-            self.meter.watch(*tensors)
-            with self.meter:
-                return original(optimizer, tensors, *args, **kwargs)
-
-        return functools.wraps(original)(method)
-
-
-def one_turn(
-    variant: str, millions: int, stage: int, offload: bool, metered: bool
-) -> dict[str, float]:
-    model, made = Blocks(millions), config(variant, stage, offload)
-    clock = Clock(LiveBytes() if metered else None)
+def one_turn(variant: str, millions: int, stage: int, offload: bool) -> dict[str, float]:
+    model, made, clock = Blocks(millions), config(variant, stage, offload), Clock()
     ours = not variant.startswith("upstream")
-    engine_class, optimizer_class = (
-        (Engine, ZeroOptimizer) if ours else (DeepSpeedEngine, DeepSpeedZeroOptimizer)
-    )
-    methods = [(engine_class, "_configure_zero_optimizer", clock.around)]
-    methods.append((optimizer_class, "flatten_dense_tensors_aligned", clock.metered))
+    kind, name = Engine if ours else DeepSpeedEngine, "_configure_zero_optimizer"
     with ExitStack() as stack:
-        for owner, name, wrap in methods:
-            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+        stack.enter_context(patch.object(kind, name, clock.around(getattr(kind, name))))
         if variant == HOST_PATH:
             stack.enter_context(
                 patch.object(type(get_accelerator()), "available_memory", lambda *_: 0)
             )
         initialize = deepspeed_ext.initialize if ours else deepspeed.initialize
         engine = initialize(model=model, model_parameters=model.parameters(), config=made)[0]
-    flatten = 0.0
-    if ours:
-        flatten = engine.optimizer.measurements()["flatten_seconds"]
+    flatten = engine.optimizer.measurements()["flatten_seconds"] if ours else 0.0
     parameter_bytes = sum(flat.nbytes for flat in engine.optimizer.bit16_groups_flat)
     engine.destroy()
     del engine, model
     gc.collect()
     get_accelerator().empty_cache()
-    return {
+    found = {
         "seconds": clock.seconds,
         "flatten seconds": flatten,
-        "peak / P": clock.peak_bytes / parameter_bytes,
-        "host peak / P": clock.host_bytes / parameter_bytes,
-        "pinned peak / P": clock.pinned_bytes / parameter_bytes,
         "GB/s": parameter_bytes / clock.seconds / 1e9,
+        "threads": torch.get_num_threads(),
     }
+    on_cpu = get_accelerator().device_name() == "cpu"
+    return found | ({} if on_cpu else {"peak / P": clock.peak_bytes / parameter_bytes})
 
 
 def body(
@@ -178,22 +136,12 @@ def body(
 ) -> dict[str, list[dict[str, float]]]:
     turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn, variant in report.alternate(variants, repeats):
-        result = one_turn(variant, millions, stage, offload, metered=False)
-        if turn >= 0:
-            turns[variant].append(result | {"threads": torch.get_num_threads()})
-    if get_accelerator().device_name() == "cpu":
-        for variant in variants:
-            peak = one_turn(variant, millions, stage, offload, metered=True)["peak / P"]
-            for result in turns[variant]:
-                result["peak / P"] = peak
+        result = one_turn(variant, millions, stage, offload)
+        turns[variant] += [result] if turn >= 0 else []
     return turns
 
 
-COLUMNS = ("seconds", "flatten seconds", "peak / P", "host peak / P", "pinned peak / P", "GB/s")
-COMPARED = {
-    "seconds": "seconds of the construction",
-    "peak / P": "peak bytes of a group / its flat buffer",
-}
+COLUMNS = ("seconds", "flatten seconds", "peak / P", "GB/s")
 Turns = dict[str, list[dict[str, float]]]
 
 
@@ -214,24 +162,13 @@ def rows_of(turns: Turns, stage: int, offload: bool) -> list[dict[str, Any]]:
     return [
         what
         | {"variant": variant}
-        | {name: report.summary([result[name] for result in results]) for name in COLUMNS}
+        | {
+            name: report.summary([result[name] for result in results])
+            for name in COLUMNS
+            if name in results[0]
+        }
         for variant, results in turns.items()
     ]
-
-
-def comparisons_of(turns: Turns, stage: int, offload: bool) -> list[report.Comparison]:
-    """Each tier beside the path of upstream's for the same amount of free memory."""
-    found = []
-    for tier, rival in RIVALS.items():
-        if tier in turns and rival in turns:
-            subject = f"ZeRO-{stage} start-up{' with CPU offload' if offload else ''}, tier {tier}"
-            threads = turns[tier][0]["threads"], turns[rival][0]["threads"]
-            for name, quantity in COMPARED.items():
-                ours, theirs = (
-                    [result[name] for result in turns[variant]] for variant in (tier, rival)
-                )
-                found.append(report.compare(subject, rival, quantity, ours, theirs, threads))
-    return found
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -259,17 +196,15 @@ def main() -> None:
     args = arguments().parse_args()
     variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
     rows: list[dict[str, Any]] = []
-    comparisons: list[report.Comparison] = []
     for stage, where in product(args.stages, args.offload):
         what = (variants, args.millions, stage, where == "yes", args.repeats)
         turns = slowest_of(
             run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000)
         )
         rows += rows_of(turns, stage, where == "yes")
-        comparisons += comparisons_of(turns, stage, where == "yes")
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
     name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
-    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
+    print(f"\nwritten to {report.write(name, vars(args), rows)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from tests.support.memory_runs import PARAMS, WAYS, compared, memory_config
 from tests.support.ranks import close_pools
 
 TOLERANCE = 0.02
-SIMULATION = "the simulated accelerator's allocator counts the bytes"
 
 
 def main() -> None:
@@ -46,24 +45,22 @@ def main() -> None:
     ]
     close_pools()
     for place in PLACES:
-        shown = [{**row, **row["phases"]} for row in rows if row["place"] == place.value]
+        shown = [row for row in rows if row["place"] == place.value]
         columns = dict.fromkeys(
             ("stage", "run", "ranks", "micro-steps", *(phase.value for phase in Phase), "off by")
         )
         print(f"\n{place.value}\n\n{report.table(shown, dict.fromkeys(columns, str))}")
-    written = report.write(
-        "memory_plan", vars(arguments), [without_values(row) for row in rows], comparisons_of(rows)
-    )
+    written = report.write("memory_plan", vars(arguments), rows)
     print(f"\nwritten to {written}")
 
 
 def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[str, Any]]:
-    """A row for each place: cells by phase, and the planned and the measured bytes of all phases
-    that are large."""
+    """A row for each place: a cell for each phase, and by how much the plan is off where it
+    counts."""
     found = compared(memory_config(stage, way, accumulation), ranks)
     rows = []
     for place in PLACES:
-        cells, values, worst = {}, [], 0.0
+        cells, worst = {}, 0.0
         for phase in Phase:
             if (place, phase) not in found:  # DeepSpeed does not fall asleep
                 cells[phase.value] = ""
@@ -75,7 +72,6 @@ def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[st
             cells[phase.value] = f"{planned / PARAMS:.3f} / {measured / PARAMS:.3f}{mark}"
             if is_large:
                 worst = max(worst, off, key=abs)
-                values.append((planned / PARAMS, measured / PARAMS))
         what = {
             "place": place.value,
             "stage": stage,
@@ -83,30 +79,8 @@ def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[st
             "ranks": ranks,
             "micro-steps": accumulation,
         }
-        rows.append({**what, "phases": cells, "off by": f"{100 * worst:+.1f} %", "values": values})
+        rows.append({**what, "off by": f"{100 * worst:+.1f} %", **cells})
     return rows
-
-
-def without_values(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as it is kept."""
-    return {name: value for name, value in row.items() if name not in ("values", "phases")} | row[
-        "phases"
-    ]
-
-
-def comparisons_of(rows: list[dict[str, Any]]) -> list[report.Comparison]:
-    """Planned beside measured bytes of each place; what varies is the run and its phase, not the
-    turn."""
-    found = []
-    for place in PLACES:
-        values = [pair for row in rows if row["place"] == place.value for pair in row["values"]]
-        if values:
-            planned, measured = zip(*values, strict=True)
-            subject = f"plan --memory, {place.value}, all runs and phases"
-            rival = "what the simulated run held"
-            what = (subject, rival, "bytes per parameter", planned, measured, ("none", "1"))
-            found.append(report.compare(*what, SIMULATION))
-    return found
 
 
 if __name__ == "__main__":

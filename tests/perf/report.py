@@ -1,4 +1,4 @@
-"""What all benchmarks share: alternation, medians and spread, comparisons, and a JSON file with its
+"""What all benchmarks share: alternation, medians and spread, and a JSON file with its
 provenance."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from itertools import zip_longest
@@ -21,54 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_AT_START = os.getloadavg()[0]
-MOST_NESTED = 4
-"""Dictionaries within so many others have a line for each key in `compact`."""
-
 Summary = dict[str, float]
 """What `summary` returns."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Ours beside another way to do the same, in turns of one run.
-
-    Attributes:
-        subject: what is ours.
-        rival: what it is compared with.
-        quantity: what was measured of both, with its unit.
-        ours, theirs: over the turns.
-        ratio: ours over theirs, each within its turn; None if the rival's was never above 0.
-        threads, rival_threads: of each process of either side.
-        simulation: what was simulated; "": nothing.
-    """
-
-    subject: str
-    rival: str
-    quantity: str
-    ours: Summary
-    theirs: Summary
-    ratio: Summary | None
-    threads: str
-    rival_threads: str
-    simulation: str = ""
-
-
-def compare(
-    subject: str,
-    rival: str,
-    quantity: str,
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    threads: tuple[object, object],
-    simulation: str = "",
-) -> Comparison:
-    """Compare turn by turn: ``ours[i]`` was measured in the same turn as ``theirs[i]``."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b > 0]
-    ratio = summary(ratios) if ratios else None
-    mine, other = map(str, threads)
-    return Comparison(
-        subject, rival, quantity, summary(ours), summary(theirs), ratio, mine, other, simulation
-    )
 
 
 def alternate(variants: Sequence[str], repeats: int, warm_up: int = 1) -> Iterator[tuple[int, str]]:
@@ -124,26 +77,6 @@ def number(value: float) -> str:
         return "0"
     digits = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
     return f"{value:,.{digits}f}"
-
-
-def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Comparisons as their JSON has them, in a Markdown table."""
-    rows = []
-    for one in comparisons:
-        sides = (one["threads"], one["rival_threads"])
-        rows.append(
-            {
-                "ratio": one["ratio"],
-                "ours": one["subject"],
-                "compared with": one["rival"],
-                "what": one["quantity"],
-                "ours, measured": one["ours"],
-                "the other": one["theirs"],
-                "threads": sides[0] if sides[0] == sides[1] else f"{sides[0]}; other {sides[1]}",
-                "simulated": one["simulation"] or "no",
-            }
-        )
-    return table(rows, dict.fromkeys(rows[0], shown)) if rows else ""
 
 
 def for_terminal(text: str) -> str:
@@ -217,16 +150,10 @@ def path_of(name: str) -> Path:
     return (Path(folder) if folder else ROOT / "outputs" / "bench") / f"{name}.json"
 
 
-def write(
-    name: str,
-    settings: dict[str, Any],
-    rows: Sequence[dict[str, Any]],
-    comparisons: Sequence[Comparison] = (),
-) -> Path:
+def write(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
     """Write the result to its place and return the path."""
     path = path_of(name)
     result = {"provenance": provenance(), "settings": settings, "rows": list(rows)}
-    result["comparisons"] = [asdict(comparison) for comparison in comparisons]
     replace(path, json.dumps(result, indent=2) + "\n")
     return path
 
@@ -240,60 +167,18 @@ def replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def compact(value: Any, indent: int = 0) -> str:
-    """`value` as JSON for a repository: a line for each row of a table, and numbers of six
-    digits."""
-    if isinstance(value, dict) and indent < MOST_NESTED:
-        inner = [f"{json.dumps(key)}: {compact(each, indent + 1)}" for key, each in value.items()]
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        inner = [json.dumps(_rounded(each)) for each in value]
-    else:
-        return json.dumps(_rounded(value))
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    edge = " " * indent
-    lines = ",\n".join(f"{edge} {each}" for each in inner)
-    return f"{opening}\n{lines}\n{edge}{closing}" if inner else opening + closing
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def merge(
-    name: str,
-    settings: dict[str, Any],
-    rows: Sequence[dict[str, Any]],
-    key: str,
-    comparisons: Sequence[Comparison] = (),
+    name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], key: str
 ) -> list[dict[str, Any]]:
     """Write `rows` beside those that the file holds from earlier runs, in place of any with the
     same `key`.
 
-    Each row carries the provenance of its own run; `comparisons` are added to the file's. Returns
-    all rows of the file.
+    Each row carries the provenance of its own run. Returns all rows of the file.
     """
     path, made = path_of(name), provenance()
-    kept = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
     fresh = {row[key] for row in rows}
-    merged = [row for row in kept["rows"] if row[key] not in fresh] + [
-        {**row, "made": made} for row in rows
-    ]
-    known = {
-        (one.subject, one.rival, one.quantity): one
-        for one in map(_comparison, kept.get("comparisons", []))
-    }
-    write(
-        name,
-        settings,
-        merged,
-        [*(known | {(c.subject, c.rival, c.quantity): c for c in comparisons}).values()],
-    )
+    merged = [row for row in kept if row[key] not in fresh]
+    merged += [{**row, "made": made} for row in rows]
+    write(name, settings, merged)
     return merged
-
-
-def _comparison(stored: dict[str, Any]) -> Comparison:
-    return Comparison(**stored)

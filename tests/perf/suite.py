@@ -65,7 +65,7 @@ class Record:
             "settings": settings | {"results": self.results},
             "rows": [vars(outcome) for outcome in self.outcomes.values()],
         }
-        report.replace(self.path, report.compact(kept) + "\n")
+        report.replace(self.path, json.dumps(kept, indent=1) + "\n")
 
     def take(self, result: str, newer_than: float) -> None:
         """Take over what a part has written since `newer_than`, whatever became of the part."""
@@ -94,11 +94,9 @@ def record_of(args: argparse.Namespace) -> Record:
 
 
 def summary(record: Record, chosen: Sequence[Part], toy: bool) -> str:
-    """Ours beside its rivals, the step tables of an accelerator, and last, what became of each
-    part, in Markdown."""
+    """The step tables of an accelerator, and last, what became of each part, in Markdown."""
     names = dict.fromkeys(part.result_of(toy) for part in chosen)
     results = {name: record.results[name] for name in names if record.results.get(name)}
-    comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
     outcomes = [record.outcomes[part.name] for part in chosen]
     states = [
         {
@@ -109,7 +107,7 @@ def summary(record: Record, chosen: Sequence[Part], toy: bool) -> str:
         }
         for o in outcomes
     ]
-    blocks = [report.comparison_table(comparisons), *gpu_parts.step_tables(results)]
+    blocks = gpu_parts.step_tables(results)
     return "\n\n".join(
         filter(
             None,

@@ -183,7 +183,7 @@ WIDE_RECORDS = {
     "zenflow.plan.arrays.ArraySpec",
     *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
     "zenflow.step.partition.Partition",
-    *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamConstants", "AdamStep")),
+    "zenflow.worker.kernel.adam_pass.AdamStep",
     *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass",)),
 }
 """Values with more fields, which are filled by name, or cross to a kernel."""

@@ -62,7 +62,6 @@ COMMANDS = {
     "verify": "--config --help --json --ranks --steps --timeout",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
-VARIABLES += " DSEXT_VERIFY"
 
 
 @pytest.mark.parametrize("name", MODULES)

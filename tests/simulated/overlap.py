@@ -62,7 +62,6 @@ class Way:
             self.stage,
             accumulation=self.accumulation,
             hide_transfers=self.hidden,
-            autotune=False,  # a choice of the share would end what is measured
             **dict(self.section),
         )
         # The simulated accelerator has no fused norm, so

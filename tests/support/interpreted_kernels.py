@@ -25,7 +25,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.moments import store
+from deepspeed_ext.zenflow.worker.kernel.definition import store
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)
 READ = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, Pass, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import (
+    AdamStep,
+    Array,
+    Kernel,
+    Pass,
+    Publish,
+    library_path,
+    load_kernel,
+)
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.worker.kernel.definition import encode
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 LIBRARY = library_path()
@@ -63,3 +72,97 @@ def make_pass(
         None if means is None else array(means).part(first * width, last * width),
         **{"first": begin, **how},
     )
+
+
+KINDS = ("float32", "bfloat16", "int8", "lion")
+"""Dtypes of Adam's moments, and Lion."""
+KEEPS = AdamStep(0.0, 0.0, 0.0, 1.0, 0.0, decoupled=True, step=7, grad_scale=1.0)
+"""m becomes the gradient, and v its square."""
+
+
+def steps_of(kind: str, count: int, first: int = 1, **changes: Any) -> list[Any]:
+    """Constants of so many steps, with another learning rate in each."""
+    base: Any = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, first, 0.5)
+    if kind == "lion":
+        base = LionStep(1e-3, 0.9, 0.99, 0.1, first, 0.5)
+    rates = (1e-3 * (1 + 0.1 * k) for k in range(count))
+    return [replace(base, step=first + k, **{"lr": lr, **changes}) for k, lr in enumerate(rates)]
+
+
+def wide(n: int, seed: int) -> torch.Tensor:
+    """Gradients over six orders of magnitude, fp32 [n]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator) * 10 ** (6 * torch.rand(n, generator=generator) - 3)
+
+
+class Problem:
+    """The tensors of one partition of n elements by kind (`found`), and gradients for it.
+
+    Args:
+        steps: number of gradients.
+        kind: one of `KINDS`.
+        grad, y: their dtypes.
+        zeros: whether the moments begin at zero.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        steps: int,
+        kind: str = "float32",
+        *,
+        grad: str = "bfloat16",
+        y: str = "bfloat16",
+        block: int = 32,
+        zeros: bool = False,
+    ) -> None:
+        g = torch.Generator().manual_seed(n + steps)
+        layout = LION_STATE if kind == "lion" else ADAM_STATE
+        self.kind, self.block, blocks = kind, block, -(-n // block)
+        known, dtype = layout.per_block
+        entries = blocks * layout.per_block_width(block)
+        p, m, v = (
+            torch.randn(n, generator=g),
+            torch.randn(n, generator=g),
+            torch.rand(n, generator=g),
+        )
+        moments = {"m": m * 1e-3, "v": v * 1e-4}
+        if zeros:
+            moments = {name: torch.zeros(n) for name in moments}
+        self.found = {
+            "p": p * 0.1,
+            "y": torch.zeros(n, dtype=DTYPES[y]),
+            known: torch.zeros(entries, dtype=getattr(torch, dtype)),
+        }
+        if kind == "int8":
+            for (name, values), of in zip(moments.items(), (torch.int8, torch.uint8), strict=True):
+                self.found[name] = torch.zeros(n, dtype=of)
+                self.found[f"{name}_scales"] = torch.zeros(blocks, dtype=torch.uint8)
+                encode(values, self.found[name], self.found[f"{name}_scales"], block)
+        else:
+            of_kind = DTYPES.get(kind, torch.float32)
+            names = [name for name, _ in layout.moments]
+            self.found |= {name: moments[name].to(of_kind) for name in names}
+        self.grads = [(torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad]) for _ in range(steps)]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.found[name]
+
+    def publishes(self, step: Any, factors: tuple[float, ...] = ()) -> Any:
+        """What the pass of a step publishes: p, or by the factors of `Publish` or `LionPublish`."""
+        if self.kind == "lion":
+            return LionPublish(*factors[:1] or (1.0,))
+        corrections = (1.0, 1e-8) if step is None else (step.bias_correction2_sqrt, step.eps)
+        return Publish(*(factors or (1.0, 0.0, 0.0, 0.0)), *corrections)
+
+    def run(
+        self, kernel: Kernel, steps: list[Any], factors: tuple[float, ...] = (), **how: Any
+    ) -> dict[str, torch.Tensor]:
+        """A pass for each of `steps`; the last publishes by `factors`, the others p. Without any,
+        one that only publishes. `how` are other arguments of `make_pass`."""
+        for number, (step, grad) in enumerate(zip(steps, self.grads, strict=False), start=1):
+            publish = self.publishes(step, factors if number == len(steps) else ())
+            kernel.run(make_pass(self.found, self.block, publish, grad, step, **how))
+        if not steps:
+            kernel.run(make_pass(self.found, self.block, self.publishes(None, factors), **how))
+        return self.found

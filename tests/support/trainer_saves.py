@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 import deepspeed_ext
+from tests.support.trainers import config_file
 
 
-class Windows(torch.utils.data.Dataset):
+def windows() -> list[dict[str, torch.Tensor]]:
     """Sixteen sequences of sixteen tokens."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = (torch.arange(16) * (index % 4 + 1)) % 64
-        return {"input_ids": tokens, "labels": tokens}
+    found = [(torch.arange(16) * (index % 4 + 1)) % 64 for index in range(16)]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in found]
 
 
 def tiny_llama() -> Any:
@@ -56,50 +53,54 @@ def with_lora(model: Any) -> Any:
 MODELS = {"whole": lambda model: model, "frozen": frozen_below, "lora": with_lora}
 
 
-def saved_by_trainer(stage: int, kind: str, zenflow: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train and save; the masters by name in bf16, and how many weights of the run are others."""
-    from accelerate.state import AcceleratorState
+def of_transformers(settings: dict[str, Any], model: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
+    return Trainer(model, TrainingArguments(**settings), None, windows(), windows())
+
+
+def saved_by_trainer(
+    stage: int,
+    kind: str,
+    zenflow: dict[str, Any],
+    folder: str,
+    make: Callable[[dict[str, Any], Any], Any] = of_transformers,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Train and save; the log, the masters by name, and how many weights of the run are others than
+    these in bf16. `changes` are of the arguments of the trainer, which `make` makes."""
+    from accelerate.state import AcceleratorState
+
     AcceleratorState._reset_state(reset_partial_state=True)
-    config = json.loads(Path("configs/hf_zenflow.json").read_text())
-    config["optimizer"]["params"]["torch_adam"] = True
-    config["zero_optimization"] |= {
-        "stage": stage,
-        "zenflow": zenflow,
-        "core_binding": {"enabled": False},
-        "stage3_gather_16bit_weights_on_model_save": True,
+    settings = {
+        "output_dir": folder,
+        "deepspeed": config_file(Path(folder), stage, zenflow),
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": True,
+        "use_cpu": True,
+        **changes,
     }
     deepspeed_ext.enable()
     try:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            deepspeed=config,
-            max_steps=6,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            report_to="none",
-            bf16=True,
-            use_cpu=True,
-        )
-        model = MODELS[kind](tiny_llama())
-        trainer = Trainer(model=model, args=arguments, train_dataset=Windows())
-        trainer.train()
+        trainer = make(settings, MODELS[kind](tiny_llama()))
+        trainer.train(trainer.args.resume_from_checkpoint)
         trainer.save_model(folder)
-        engine = trainer.deepspeed
-        trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
-        masters = {name: safe_get_full_fp32_param(param).bfloat16() for name, param in trained}
-        others = sum(not torch.equal(masters[name], full(param)) for name, param in trained)
+        trained = [each for each in trainer.model.named_parameters() if each[1].requires_grad]
+        p = {name: safe_get_full_fp32_param(param).clone() for name, param in trained}
+        others = sum(not torch.equal(p[name].bfloat16(), full(param)) for name, param in trained)
     finally:
         deepspeed_ext.disable()
-    engine.destroy()
-    return {"masters": masters, "others": others}
+    trainer.deepspeed.destroy()
+    return {"p": p, "others": others, "log": trainer.state.log_history}
 
 
 def full(param: Any) -> torch.Tensor:
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
         return param.detach().clone()

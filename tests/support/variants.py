@@ -88,8 +88,7 @@ class Variant:
 
     def config(self, stage: int, dtype: str, accumulation: int, clipping: float) -> dict[str, Any]:
         """The config of a run."""
-        section = {"autotune": False} | self.section  # what is chosen by measuring may change bits
-        config = zenflow_config(stage, DTYPES[dtype], accumulation, **section)
+        config = zenflow_config(stage, DTYPES[dtype], accumulation, **self.section)
         config["optimizer"] = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config["gradient_clipping"] = clipping
         config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 3}
@@ -448,15 +447,22 @@ def resumed(config: dict[str, Any], variant: Variant, folder: str) -> str:
 
 
 def overflowing(config: dict[str, Any], variant: Variant) -> list[tuple[bool, bool, int]]:
-    """Of each step: did it overflow, are the weights what they were, and how many updates there
-    have been."""
+    """Of each step: did it overflow, on the last rank alone, are weights, p and the position in the
+    schedules what they were, and how many updates there have been."""
     engine, trace = engine_of(config, variant), []
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    def state() -> tuple[Any, ...]:
+        host = engine.optimizer.host_optimizer
+        rates = copy.deepcopy(host.rule.schedule.state_dict()), engine.get_lr()
+        return weights_of(engine), masters_of(engine), *rates
+
     for number, batch in enumerate(batches(STEPS, dist.get_rank())):
         loss = engine(on_device(batch))
-        engine.backward(loss * float("inf") if number in OVERFLOWS else loss)
-        before = weights_of(engine)
+        engine.backward(loss * float("inf") if number in OVERFLOWS and is_last else loss)
+        before = state()
         engine.step()
-        same = not first_difference(before, weights_of(engine))
+        same = not first_difference(before, state())
         host = engine.optimizer.host_optimizer
         trace.append((bool(engine.optimizer.overflow), same, host.state.updates))
     finite = all(bool(master.isfinite().all()) for master in full_masters_of(engine))

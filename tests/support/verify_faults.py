@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +17,14 @@ import psutil
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
-from deepspeed_ext.commands import verify, verify_rank
+from deepspeed_ext.commands import verify_rank
 from tests.support import ranks
 from tests.support.rank_nursery import Nursery
 
-__all__ = ["FAULTS", "PARAMETER", "forked", "left_behind", "nursery"]
+__all__ = ["FAULTS", "MARK", "PARAMETER", "forked", "left_behind", "nursery"]
 
+MARK = "DSEXT_TEST_VERIFY"
+"""A variable of the ranks and of all that they start."""
 PARAMETER = "up.bias"
 """What a fault is about."""
 STEP = 2
@@ -45,7 +46,6 @@ FAULTS = {
     "worker unnoticed": "worker's death",
     "worker waited for": "worker's death",
     "ends badly": "end",
-    "leaves a process": "end",
 }
 """What may be wrong, and the check that must fail."""
 
@@ -115,8 +115,6 @@ class Faulty(verify_rank.Rank):
 
     def end(self) -> None:
         super().end()
-        if "leaves a process" in self.faults:
-            subprocess.Popen(["sleep", "60"], start_new_session=True)
         if "ends badly" in self.faults:
             os._exit(7)
 
@@ -133,7 +131,7 @@ def forked(*faults: str) -> Callable[[Path, dict[str, str], BinaryIO], Any]:
 
     def start(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
         arguments = [str(folder), str(os.getpid()), json.dumps(faults)]
-        environment = {**environment, "OMP_NUM_THREADS": "1"}
+        environment = {**environment, MARK: "1", "OMP_NUM_THREADS": "1"}
         return nursery().start_script(__name__, arguments, environment, log, log)
 
     return start
@@ -144,8 +142,7 @@ def left_behind() -> list[int]:
     found: list[int] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            marked = verify.MARK in process.environ()
-            if marked and process.status() != psutil.STATUS_ZOMBIE:
+            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 

@@ -76,6 +76,5 @@ def test_a_saved_adapter_is_the_rounded_masters(stage: int, tmp_path: Path) -> N
     assert found["others"], "the run's own weights are no predictions"
     loaded = peft.PeftModel.from_pretrained(tiny_llama().bfloat16(), tmp_path)
     saved = dict(loaded.named_parameters())
-    assert_same(
-        {name: saved[name].detach().bfloat16() for name in found["masters"]}, found["masters"]
-    )
+    masters = {name: each.bfloat16() for name, each in found["p"].items()}
+    assert_same({name: saved[name].detach().bfloat16() for name in masters}, masters)

@@ -43,8 +43,8 @@ def run_from_cli(arguments: Any) -> str:
     question = _question(arguments, shape, Model(params, min(params, shape.largest), dtype))
     found = fits(question, setups)
     if arguments.json:
-        return json.dumps(as_json(question, found, notes))
-    text = as_text(question, found, notes, all_ways=bool(arguments.all))
+        return json.dumps(as_json(found, notes))
+    text = as_text(found, notes, all_ways=bool(arguments.all))
     if setups is not None:
         text = f"{text}\n\n{phases_text(found[0])}"
     if arguments.write is None:
@@ -79,17 +79,19 @@ def _question(arguments: Any, shape: Any, model: Model) -> Question:
     gpu, host = (None if gib is None else int(gib * GIB) for gib in sizes)
     per_host = arguments.ranks_per_host or ranks
     machine = machine_of(ranks, per_host, arguments.card, arguments.host, gpu, host)
-    rates = {"link": arguments.link_gbps, "host": arguments.host_gbps}
-    given = {name: rate * 1e9 for name, rate in rates.items() if rate is not None}
-    if "host" in given:
-        given["of_rank"] = given["host"]
+    if arguments.link_gbps is not None:
+        machine = replace(machine, link=arguments.link_gbps * 1e9)
+    if arguments.host_gbps is not None:
+        machine = replace(
+            machine, host=arguments.host_gbps * 1e9, of_rank=arguments.host_gbps * 1e9
+        )
     if arguments.tflops is not None:
-        given["flops"] = arguments.tflops * 1e12
+        machine = replace(machine, flops=arguments.tflops * 1e12)
     sequence = arguments.seq_len or Question.sequence
     return Question(
         shape,
         model,
-        replace(machine, **given),
+        machine,
         arguments.tokens or max(Question.tokens, sequence),
         sequence,
         recomputed=not arguments.keep_activations,

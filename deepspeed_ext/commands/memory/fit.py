@@ -21,7 +21,6 @@ __all__ = [
     "HOST_RESERVE",
     "Question",
     "RANK_RESERVE",
-    "faster",
     "fits",
     "lanes_on",
     "nearest",
@@ -198,17 +197,12 @@ def _fit(question: Question, setup: Setup) -> Fit:
     return Fit(question, replace(fit.plan, zenflow=now))
 
 
-def _fitting(found: Sequence[Fit]) -> list[Fit]:
-    """The ways that fit, fp32 moments first; none if the GPU's memory is not known."""
-    fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
-    return sorted(fitting, key=lambda fit: inexactness(fit.setup))
-
-
 def suggested(found: Sequence[Fit]) -> Fit | None:
     """Of the ways that fit with the least rounded moments, the simplest of the fastest; None: no
-    way fits, or the machine is not known."""
-    fitting = _fitting(found)
-    exact = [fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)]
+    way fits, or the GPU's memory is not known."""
+    fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
+    least = min((inexactness(fit.setup) for fit in fitting), default=0)
+    exact = [fit for fit in fitting if inexactness(fit.setup) == least]
     most = min((fit.seconds for fit in exact), default=0.0) / SAME_TIME
     return min((fit for fit in exact if fit.seconds <= most), key=_simplicity, default=None)
 
@@ -221,16 +215,6 @@ def _simplicity(fit: Fit) -> tuple[float, ...]:
     offloads = setup.offload or setup.zenflow is not None
     moved = 0.0 if plan is None else 1.0 - plan.host_share
     return offloads, is_predicted, setup.offload_param, setup.stage, moved, fit.seconds
-
-
-def faster(found: Sequence[Fit]) -> Fit | None:
-    """A way that fits and is clearly faster than the suggested one: of these the least rounded one
-    that is about as fast as the fastest."""
-    fitting, best = _fitting(found), suggested(found)
-    if best is None:
-        return None
-    most = min(min(fit.seconds for fit in fitting) / SAME_TIME, SAME_TIME * best.seconds)
-    return suggested([fit for fit in fitting if fit.seconds <= most])
 
 
 def nearest(found: Sequence[Fit]) -> Fit:

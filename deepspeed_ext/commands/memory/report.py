@@ -12,8 +12,6 @@ from deepspeed_ext.commands.memory.fit import (
     HOST_RESERVE,
     RANK_RESERVE,
     Fit,
-    Question,
-    faster,
     fits,
     nearest,
     suggested,
@@ -38,16 +36,15 @@ _NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
 _COLUMNS = ("GPU GiB", "host GiB", "step s", "waits s")
 
 
-def as_text(
-    question: Question, found: Sequence[Fit], notes: Sequence[str] = (), *, all_ways: bool = False
-) -> str:
+def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> str:
     """The report.
 
     Args:
-        found: every way, or the one that a config names.
+        found: every way to answer one question, or the one that a config names.
         notes: remarks on the model.
         all_ways: a line for each way, instead of one for the best with each kind of moments.
     """
+    question = found[0].question
     model, machine = question.model, question.machine
     shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)
     width = max(len(_row_name(fit)) for fit in shown)
@@ -56,7 +53,7 @@ def as_text(
     loss = fused if question.fused_loss else "all logits at once"
     kept = [size // GIB for size in (GPU_RESERVE, HOST_RESERVE, RANK_RESERVE)]
     lines = [
-        *answer(question, found),
+        *answer(found),
         "",
         f"{question.shape.name}: {model.params:,} parameters in {model.dtype}, vocabulary of "
         f"{question.shape.vocabulary:,}; {counted(machine.ranks, 'GPU')}, {machine.per_host} per "
@@ -88,13 +85,14 @@ def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
     return [suggested(same) or nearest(same) for same in kinds.values()]
 
 
-def answer(question: Question, found: Sequence[Fit]) -> list[str]:
+def answer(found: Sequence[Fit]) -> list[str]:
     """Whether the model fits, and how; what to write, and what it costs."""
+    question = found[0].question
     if question.machine.gpu_bytes is None:
         return ["Does it fit? Add --card (or --gpu-gb) and --host-gb, as vendors write them."]
     best = suggested(found)
     if best is None:
-        return _miss(question, found)
+        return _miss(found)
     left = " and ".join(f"{_gib(size)} GiB of the {_NAMES[at]}" for at, size in best.left.items())
     lines = [
         f"It fits{' barely' if best.is_tight else ''}: {best.name}, {best.seconds:,.2f} s a step. "
@@ -106,25 +104,11 @@ def answer(question: Question, found: Sequence[Fit]) -> list[str]:
         lines.append(f'Write "zero_optimization": {json.dumps(zero_section(best.setup))}')
     if (cost := cost_of(best.setup)) is not None:
         lines.append(f"Not AdamW to the bit: cost in loss {cost}.")
-    if (other := faster(found)) is not None:
-        cost = cost_of(other.setup) or "none"
-        lines.append(f"Faster: {other.name}, {other.seconds:,.2f} s; cost in loss {cost}.")
-    zenflow = best.setup.zenflow
-    if zenflow is None or best.setup.partitions_weights or best.waits == 0:
-        return lines
-    exact = zenflow.model_copy(update={"update_rule": "exact"})
-    setup = replace(best.setup, stage=3, zenflow=exact, gathers_on_save=True, flatten_tier=None)
-    (other,) = fits(question, [setup])
-    if not other.short and (gained := best.seconds - other.seconds) > 0:
-        lines.append(
-            f'Stage 3 with "update_rule": "exact" hides {gained * 1e3:,.0f} ms of the '
-            f"{best.waits * 1e3:,.0f} ms that every step waits at stage 2."
-        )
     return lines
 
 
-def _miss(question: Question, found: Sequence[Fit]) -> list[str]:
-    near, setups = nearest(found), [fit.setup for fit in found]
+def _miss(found: Sequence[Fit]) -> list[str]:
+    question, near, setups = found[0].question, nearest(found), [fit.setup for fit in found]
     lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
     fused = suggested(fits(replace(question, fused_loss=True), setups))
     if fused is not None and not question.fused_loss:
@@ -188,16 +172,17 @@ def phases_text(fit: Fit) -> str:
     return "\n".join(lines)
 
 
-def as_json(question: Question, found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
+def as_json(found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
     """All ways: bytes, seconds and the config to copy."""
-    best, machine, model = suggested(found), question.machine, question.model
+    best, question = suggested(found), found[0].question
+    machine, model = question.machine, question.model
     return {
         "schema": SCHEMA,
         "parameters": model.params,
         "largest_parameter": model.largest,
         "dtype": model.dtype,
-        "ranks": question.machine.ranks,
-        "ranks_per_host": question.machine.per_host,
+        "ranks": machine.ranks,
+        "ranks_per_host": machine.per_host,
         "activation_bytes": question.activations,
         "assumed": {
             "link_bytes_per_second": machine.link,
@@ -205,7 +190,7 @@ def as_json(question: Question, found: Sequence[Fit], notes: Sequence[str]) -> d
             "gpu_flop_per_second": machine.flops,
             "tokens_per_gpu_and_step": question.tokens,
         },
-        "answer": answer(question, found),
+        "answer": answer(found),
         "suggested": None if best is None else found.index(best),
         "notes": list(notes),
         "ways": [_way(fit) for fit in found],

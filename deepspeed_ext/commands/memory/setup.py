@@ -225,12 +225,8 @@ READERS: tuple[Reader, ...] = ("script", "trainer")
 
 
 def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, Any]:
-    """A DeepSpeed config for a run.
-
-    Args:
-        dtype: dtype of the weights.
-        reader: a script gets numbers to edit, a trainer "auto" for all that its arguments set.
-    """
+    """A DeepSpeed config for a run with weights in `dtype`. A script gets numbers to edit, a
+    trainer "auto" for all that its arguments set."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -249,17 +245,15 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
 
 def zero_section(setup: Setup) -> dict[str, Any]:
     """The ``zero_optimization`` section of a way."""
-    zero: dict[str, Any] = {"stage": setup.stage}
-    on_cpu = {"device": "cpu", "pin_memory": setup.pins}
-    if setup.gathers_on_save:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if setup.offload or setup.offload_param:
-        zero["offload_optimizer"] = on_cpu
-    if setup.offload_param:
-        zero["offload_param"] = on_cpu
-    if setup.zenflow is not None:
-        zero["zenflow"] = setup.zenflow.model_dump(exclude_unset=True)
-    return zero
+    on_cpu, zenflow = {"device": "cpu", "pin_memory": setup.pins}, setup.zenflow
+    offload = {"offload_optimizer": on_cpu} if setup.offload or setup.offload_param else {}
+    return {
+        "stage": setup.stage,
+        **({"stage3_gather_16bit_weights_on_model_save": True} if setup.gathers_on_save else {}),
+        **offload,
+        **({"offload_param": on_cpu} if setup.offload_param else {}),
+        **({} if zenflow is None else {"zenflow": zenflow.model_dump(exclude_unset=True)}),
+    }
 
 
 _SIZES = (

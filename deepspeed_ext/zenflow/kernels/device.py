@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
-from deepspeed_ext.zenflow.worker.kernel.rounding import (
+from deepspeed_ext.zenflow.worker.kernel.passes import (
     CODES,
     HASH_FACTORS,
     HASH_SHIFTS,

@@ -9,8 +9,7 @@ import functools
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
-from deepspeed_ext.zenflow.worker.kernel.library import library_path
-from deepspeed_ext.zenflow.worker.kernel.native import open_library
+from deepspeed_ext.zenflow.worker.kernel.native import library_path, open_library
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES
 
 __all__ = ["predict", "serves"]

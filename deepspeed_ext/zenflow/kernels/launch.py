@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +20,8 @@ from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamPasses, AdamStep
-from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
+from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
 
 __all__ = [
     "NORM_PART",
@@ -189,7 +188,9 @@ def adam_step(
         AdamPasses.take_step([*flat[:3], *scales], flat[3], step, block_size)
         weights.copy_(p)
         return
-    numbers = [rounding_key(step.step), *astuple(AdamConstants.of(step))]
+    betas = step.beta1, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2
+    scales_of_step = *step.corrections, step.grad_scale, step.lr
+    numbers = (rounding_key(step.step), *scales_of_step, *betas, step.eps, step.l2, step.decay)
     of_blocks = scales or flat[1:3]  # which are not read as scales
     written = [*flat[:3], flat[-1], *scales]
     _run_on_blocks("adam_step", flat, of_blocks, numbers, block_size, written)

@@ -46,8 +46,7 @@ import math
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
-from deepspeed_ext.zenflow.worker.kernel.roots import root
+from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP, root
 
 __all__ = ["effect_of", "inverses", "publish_ahead"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.zenflow.optimizers.interface import Estimate, HeldBy, OptimizerKind
-from deepspeed_ext.zenflow.worker.kernel.definition import Chunks
+from deepspeed_ext.zenflow.worker.kernel.definition import parts_of
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
 __all__ = ["LionKind"]
@@ -72,14 +72,14 @@ class LionKind(OptimizerKind):
     ) -> None:
         """In torch operations, a chunk at a time. sign(x) is -1 if x < 0, otherwise 1, also for a
         NaN."""
-        size, lr, grad_weight = estimate.block_size, step.lr, step.grad_scale * (1.0 - step.beta1)
+        size, grad_weight = estimate.block_size, step.grad_scale * (1.0 - step.beta1)
         rows = estimate.kept.view(-1, estimate.width)
-        for part in Chunks(grad.numel(), size, grad.device, 1):
-            known = rows[part.begin // size : -(-part.end // size)]
+        for part in parts_of(grad.numel(), size, grad.device, 1):
+            known = part.of_blocks(rows, size)
             lean = known[:, :1].view(torch.float32) * step.beta1
             x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
             x.add_(torch.where(_signs(known[:, 1:], part.row), -lean, lean))
-            update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
+            update = torch.full_like(x, -step.lr).masked_fill_(x < 0.0, step.lr)
             y = part.of(published).to(grad.device, non_blocking=True)
             part.of(weights).copy_(x.copy_(y).add_(update))
 

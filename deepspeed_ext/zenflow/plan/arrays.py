@@ -65,6 +65,8 @@ class ArraySpec:
     before: int = 0
     """Elements (of scales, blocks) directly before it that step on the accelerator (see
     `Arena.whole`). No pass reads them; they take memory only while they are shown."""
+    per_block: int = 0
+    """Entries for each block; 0: one for each element."""
     replaced_by: str | None = None
     """Dtype of y, which takes the place of this gradient; None: it does not. Both have the same
     item size, so y of an element replaces only the gradient of that element."""
@@ -214,21 +216,22 @@ class ArenaKinds:
                 accelerator; whole blocks.
         """
         layout, blocks, dtypes = self.layout, -(-numel // self.block_size), self.dtypes
-        before_blocks = before // self.block_size
-        entries = blocks * layout.per_block_width(self.block_size)
+        before_blocks, width = before // self.block_size, layout.per_block_width(self.block_size)
 
         def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
             return ArraySpec(kind, dtype, count, partition, **how)
 
         found = [spec(kind, dtype, before=before) for kind, dtype in layout.arrays]
-        found += [spec(kind, "uint8", blocks, before=before_blocks) for kind in layout.scales]
+        found += [
+            spec(kind, "uint8", blocks, before=before_blocks, per_block=1) for kind in layout.scales
+        ]
         shown = [kind for kind in layout.shown if kind not in layout.kinds]
         found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
         if not dtypes.y_replaces_gradient:
             found.append(spec("y", dtypes.published, exchanged=self.lifts_y))
         if self.per_block is not None:
             kind, dtype, exchanged = self.per_block
-            found.append(spec(kind, dtype, entries, exchanged=exchanged))
+            found.append(spec(kind, dtype, blocks * width, exchanged=exchanged, per_block=width))
         return [*found, *(self.gradient(numel, partition, slot) for slot in range(self.slots))]
 
     def gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:

@@ -36,7 +36,7 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.worker.kernel.moments import decode
+from deepspeed_ext.zenflow.worker.kernel.definition import decode
 
 __all__ = ["GuardState", "PredictionErrors", "Sample", "blocks_per_sample", "drawn"]
 

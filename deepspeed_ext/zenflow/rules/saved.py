@@ -13,7 +13,7 @@ from pydantic import ConfigDict
 from deepspeed_ext.zenflow.rules.guard import PredictionErrors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [

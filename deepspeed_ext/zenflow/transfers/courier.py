@@ -21,8 +21,7 @@ from typing import Any
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Patience, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess, within_group_timeout
 
 __all__ = ["Courier", "Latch", "Parcel", "Shipment"]

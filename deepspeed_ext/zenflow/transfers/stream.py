@@ -47,9 +47,8 @@ from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, split
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, chunk_of
-from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Patience, Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["Predict", "Slot", "Stream"]

@@ -17,20 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
-from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.channel import Channel
-from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, NativeKernel, Pass, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, Pass, load_kernel
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, SHOWN_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     ArenaWrite,
+    Channel,
     Done,
     Failed,
     FilePart,
@@ -42,10 +41,7 @@ from deepspeed_ext.zenflow.worker.messages import (
     WorkerTask,
 )
 
-__all__ = ["block_bytes", "main", "write_from_arena"]
-
-PER_BLOCK = ("block_means", "known", "m_scales", "v_scales")
-"""Kinds of arrays with one or more values per block."""
+__all__ = ["main", "write_from_arena"]
 
 _WATCH_SECONDS = 0.2
 
@@ -88,24 +84,10 @@ def _watch(parent_pid: int) -> None:
 
 
 def _serve(channel: Channel, arena_fd: int) -> None:
-    plan: WorkerPlan = _next(channel)
-    placement = WorkerPlacement.parse(plan.placement) if plan.placement is not None else None
-    warning = placement.bind_process() if placement is not None else None
-    kernel = load_kernel(plan.library, plan.threads)
-    if (
-        placement is not None
-        and placement.pin_each_thread
-        and warning is None
-        and isinstance(kernel, NativeKernel)
-    ):
-        kernel.pin(sorted(placement.cpus))
-    arena = Arena(arena_fd, plan.layout)
-    arena.close()  # the mapping outlives the descriptor
-    _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched], plan)
-    _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
+    worker = _Worker(_next(channel), arena_fd)
+    _say(channel, worker.ready)
     while True:
-        submission: Submission = _next(channel)
-        _say(channel, _carry_out(submission, arena, kernel, plan))
+        _say(channel, worker.carry_out(_next(channel)))
 
 
 def _next(channel: Channel) -> Any:
@@ -125,55 +107,80 @@ def _say(channel: Channel, message: Ready | Done | Failed) -> None:
         channel.flush()
 
 
-def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey], plan: WorkerPlan) -> None:
-    for key in keys:
-        if isinstance(kernel, NativeKernel):
-            array = arena.array(*key)
-            nbytes = array.numel * DTYPE_BYTES[array.dtype]
-            if array.numel:
-                per_block = block_bytes(arena, key, plan.block_size)
-                chunk = None if plan.chunk_numel is None else plan.chunk_numel // plan.block_size
-                kernel.first_touch(
-                    array.address,
-                    nbytes,
-                    block_bytes=per_block,
-                    block_size=plan.block_size,
-                    blocks_per_chunk=None if key.partition == OF_CHUNKS else chunk,
-                )
-        else:
-            arena.tensor(*key).neg_().neg_()  # writes to every page without changing values
+class _Worker:
+    """Binds this process, loads its kernel, maps the arena and touches it; then carries out what
+    is submitted.
 
+    Attributes:
+        ready: says so.
+    """
 
-def block_bytes(arena: Arena, key: ArrayKey, block_size: int) -> int:
-    """Bytes per block of an array of the arena, whether it has values per element or per block."""
-    array = arena.array(*key)
-    itemsize = DTYPE_BYTES[array.dtype]
-    if key.partition == OF_CHUNKS:
-        return block_size * itemsize
-    numel = arena.array("p", key.partition).numel
-    is_of_elements = array.numel == numel and key.kind not in PER_BLOCK
-    return itemsize * (
-        block_size if is_of_elements else array.numel // max(1, -(-numel // block_size))
-    )
+    def __init__(self, plan: WorkerPlan, arena_fd: int) -> None:
+        placement = WorkerPlacement.parse(plan.placement) if plan.placement is not None else None
+        warning = placement.bind_process() if placement is not None else None
+        self._plan = plan
+        self._kernel = load_kernel(plan.library, plan.threads)
+        if placement is not None and placement.pin_each_thread and warning is None:
+            self._kernel.pin(sorted(placement.cpus))
+        self._arena = Arena(arena_fd, plan.layout)
+        self._arena.close()  # the mapping outlives the descriptor
+        for spec, _ in plan.layout.arrays:
+            if spec.touched and spec.numel:
+                array = self._arena.array(*spec.key)
+                chunk = None if spec.partition == OF_CHUNKS else plan.chunk_numel
+                self._kernel.touch(array, spec.per_block or plan.block_size, plan.block_size, chunk)
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
+        self.ready = Ready(self._kernel.name, cpus, warning)
 
+    def carry_out(self, submission: Submission) -> Done:
+        """Carry it out, and say that it is done."""
+        seconds, failed_write = 0.0, None
+        for work in submission.tasks:
+            if isinstance(work, WorkerTask):
+                begin = time.perf_counter()
+                self._kernel.run(self._pass(work))
+                seconds += time.perf_counter() - begin
+            elif isinstance(work, ArenaWrite):
+                size = self._plan.block_size
+                failed = write_from_arena(work, self._arena, self._kernel, size)
+                failed_write = failed_write or failed
+            elif isinstance(work, ArenaRelay):
+                self._arena.relay(work.layout)
+            elif isinstance(work, ThreadLimit):
+                self._kernel.limit(work.threads)
+        return Done(submission.number, seconds, failed_write)
 
-def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: WorkerPlan) -> Done:
-    seconds, failed_write, block_size = 0.0, None, plan.block_size
-    for work in submission.tasks:
-        begin = time.perf_counter()
-        if isinstance(work, ArenaWrite):
-            failed_write = failed_write or write_from_arena(work, arena, kernel, block_size)
-            continue
-        if isinstance(work, ArenaRelay):
-            arena.relay(work.layout)
-            continue
-        if isinstance(work, ThreadLimit):
-            if isinstance(kernel, NativeKernel):
-                kernel.limit(work.threads)
-            continue
-        kernel.run(_pass(work, arena, plan))
-        seconds += time.perf_counter() - begin
-    return Done(submission.number, seconds, failed_write)
+    def _pass(self, work: WorkerTask) -> Pass:
+        """The task's pass, over the arrays of its span."""
+        arena, layout, size = self._arena, self._plan.state, self._plan.block_size
+        p = arena.spec("p", work.partition)
+        span = work.span or Span(0, p.numel)
+
+        def part(kind: str, slot: int = 0) -> Array:
+            array = arena.array(kind, work.partition, slot)
+            if width := arena.spec(kind, work.partition, slot).per_block:
+                return array.part(span.begin // size * width, -(-span.end // size) * width)
+            return array.part(*span)
+
+        def passing(kind: str, chunk_slot: int | None) -> Array:
+            """Of a gradient or y."""
+            if chunk_slot is None:
+                return part(kind, work.slot)
+            return arena.array(kind, OF_CHUNKS, chunk_slot).part(0, span.numel)
+
+        peeks, known = work.peek_slot is not None, layout.per_block[0]
+        return Pass(
+            layout,
+            tuple(map(part, layout.kept)),
+            passing("y", work.peek_slot if peeks else work.chunk_slot),
+            size,
+            work.publish,
+            None if work.step is None else passing("g", work.chunk_slot),
+            work.step,
+            part(known) if arena.has(known, work.partition) else None,
+            p.before + span.begin,
+            peeks,
+        )
 
 
 def write_from_arena(
@@ -207,8 +214,8 @@ def _write_moments(
     """Decode moments to fp32 and write them, chunk by chunk; return `crc` updated with them."""
     assert part.codes is not None
     (kind, partition), size = part.codes, DTYPE_BYTES["float32"]
-    codes = arena.whole_array(kind, partition)
-    scales = arena.whole_array(f"{kind}_scales", partition)
+    codes = arena.array(kind, partition, whole=True)
+    scales = arena.array(f"{kind}_scales", partition, whole=True)
     first, last = part.begin // size, (part.begin + part.nbytes) // size
     step = chunk_of(SHOWN_NUMEL, block_size)
     chunk = (ctypes.c_float * min(step, last - first))()
@@ -217,41 +224,6 @@ def _write_moments(
         values = Array(ctypes.addressof(chunk), "float32", end - begin)
         of_blocks = scales.part(begin // block_size, -(-end // block_size))
         kernel.decode(codes.part(begin, end), of_blocks, block_size, values)
-        memory = files.memory_at(values.address, size * values.numel)
+        memory = files.memory_at(values.address, values.nbytes)
         crc = files.write_summed(descriptor, memory, part.offset + size * (begin - first), crc)
     return crc
-
-
-def _pass(work: WorkerTask, arena: Arena, plan: WorkerPlan) -> Pass:
-    """The task's arrays: those of its span."""
-    layout, partition, size = plan.state, work.partition, plan.block_size
-    p = arena.array("p", partition)
-    span = work.span or Span(0, p.numel)
-    kind, width = layout.per_block[0], layout.per_block_width(size)
-
-    def of_blocks(kind: str, width: int = 1) -> Array:
-        first, last = span.begin // size, -(-span.end // size)
-        return arena.array(kind, partition).part(first * width, last * width)
-
-    def passing(kind: str) -> Array:
-        """Of a gradient or y."""
-        slot = work.peek_slot if kind == "y" and work.peek_slot is not None else work.chunk_slot
-        if slot is not None:
-            return arena.array(kind, OF_CHUNKS, slot).part(0, span.numel)
-        return arena.array(kind, partition, work.slot).part(*span)
-
-    return Pass(
-        layout,
-        (
-            *(arena.array(each, partition).part(*span) for each in layout.kinds),
-            *map(of_blocks, layout.scales),
-        ),
-        passing("y"),
-        size,
-        work.publish,
-        None if work.step is None else passing("g"),
-        work.step,
-        of_blocks(kind, width) if arena.has(kind, partition) else None,
-        arena.before("p", partition) + span.begin,
-        peeks=work.peek_slot is not None,
-    )

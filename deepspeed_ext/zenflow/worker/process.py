@@ -17,12 +17,14 @@ from typing import Any
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.process import OwnProcess, is_of_handler, python_command
-from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
+from deepspeed_ext.zenflow.worker.arena import Arena, above_standard
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaWrite,
+    Channel,
     Done,
     Failed,
+    GarbledError,
+    Patience,
     Ready,
     Submission,
     Work,
@@ -60,6 +62,7 @@ class OptimizerProcess:
 
     Attributes:
         ready: the message with which the worker reported its start.
+        pid: the worker's process id.
 
     Raises:
         WorkerError: the process could not be started, or failed while starting.
@@ -75,25 +78,20 @@ class OptimizerProcess:
         self._timeout_seconds = timeout_seconds
         self._lock = threading.RLock()
         self._is_inside = False
-        self._is_ready = False
-        self._submitted = self._done = 0
+        self._submitted = self._done = self._newest_write = self._waiters = 0
         self._seconds = 0.0
-        self._last = Done(0, 0.0)
-        self._newest_write = 0
         self._failed_writes: dict[int, str] = {}
-        self._waiters = 0
         self._error = ""
         try:
             self._process, self._channel = self._launch(arena, plan)
         finally:
             arena.close()
+        self.pid = self._process.pid
         # Runs at `close`, at garbage collection and at interpreter exit; never in a forked child.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
         try:
             self._channel.put(plan)
-            self._await(
-                lambda: self._is_ready, timeout_seconds, f"start within {timeout_seconds:g} s"
-            )
+            self._await(lambda: hasattr(self, "ready"), "start within")
         except BaseException:
             self.close()
             raise
@@ -105,7 +103,10 @@ class OptimizerProcess:
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
             with contextlib.ExitStack() as on_failure:
-                ours, theirs = map(_above_standard, socket.socketpair())
+                ours, theirs = (
+                    socket.socket(fileno=above_standard(end.detach()))
+                    for end in socket.socketpair()
+                )
                 on_failure.callback(ours.close)
                 with theirs:
                     numbers = (theirs.fileno(), arena.fileno, os.getpid(), int(by_main_thread))
@@ -123,8 +124,7 @@ class OptimizerProcess:
                 remedy = "Raise the limit on open files (ulimit -n)"
             raise WorkerError(
                 f"rank {self._rank}: the optimizer process could not be started with "
-                f"{sys.executable!r}: {error}. "
-                f"{remedy}, or turn zenflow off"
+                f"{sys.executable!r}: {error}. {remedy}, or turn zenflow off"
             ) from error
         return process, Channel(ours)
 
@@ -133,16 +133,6 @@ class OptimizerProcess:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def newest(self) -> int:
-        """Number of the newest submission; 0 before the first."""
-        return self._submitted
-
-    @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
 
     def submit(self, tasks: Sequence[Work]) -> int:
         """Hand over work without waiting for it. Its arrays belong to the worker until `wait`.
@@ -160,14 +150,11 @@ class OptimizerProcess:
             self._submitted = number  # last: a submission that was not sent is never answered
             if any(isinstance(task, ArenaWrite) for task in tasks):
                 self._newest_write = number
-        seconds = self._timeout_seconds
-        self._await(
-            lambda: self._channel.is_flushed, seconds, f"accept its work within {seconds:g} s"
-        )
+        self._await(lambda: self._channel.is_flushed, "accept its work within")
         return number
 
     def wait_for(
-        self, number: int, timeout_seconds: float | None = None, *, within: Patience | None = None
+        self, number: int, timeout_seconds: float = 0.0, *, within: Patience | None = None
     ) -> None:
         """Wait until submission `number` is done; the next `wait` still counts its seconds.
 
@@ -178,8 +165,7 @@ class OptimizerProcess:
         Raises:
             WorkerError: as for `wait`.
         """
-        seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
-        self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s", within)
+        self._await(lambda: self._done >= number, "answer within", timeout_seconds, within)
 
     def wait_for_writes(self, within: Patience | None = None) -> float:
         """Wait until no submitted `ArenaWrite` still reads the arena.
@@ -203,30 +189,24 @@ class OptimizerProcess:
         """Why submission `number`, which is done, could not write a file; None: it could."""
         return self._failed_writes.pop(number, None)
 
-    def wait(self, timeout_seconds: float | None = None, *, within: Patience | None = None) -> Done:
+    def wait(self, *, within: Patience | None = None) -> Done:
         """Wait until everything submitted is done.
 
         Args:
-            timeout_seconds: longest wait without an answer; None: the value given to the
-                constructor.
             within: as for `wait_for`.
 
         Returns:
-            The last answer, with the total seconds of all answers awaited here.
+            The last answer, with the seconds of all passes since the last call.
 
         Raises:
             WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in
                 flight, the arena is complete and a worker that has ended is not an error; see
                 `require_alive`.
         """
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        self._await(
-            lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s", within
-        )
+        self._await(lambda: self._done == self._submitted, "answer within", within=within)
         with self._alone():
-            if self._last.number < self._submitted:
-                self._last, self._seconds = Done(self._done, self._seconds), 0.0
-            return self._last
+            seconds, self._seconds = self._seconds, 0.0
+            return Done(self._done, seconds)
 
     def require_alive(self) -> None:
         """Check the process even if nothing is in flight.
@@ -269,51 +249,49 @@ class OptimizerProcess:
                 self._is_inside = False
 
     def _await(
-        self, is_over: Callable[[], bool], seconds: float, what: str, within: Patience | None = None
+        self,
+        is_over: Callable[[], bool],
+        what: str,
+        seconds: float = 0.0,
+        within: Patience | None = None,
     ) -> None:
         """Exchange messages until `is_over`, checked again after every slice because another thread
-        may make it true.
+        may make it true. The one place where this process waits for the worker.
 
         Also polls the process itself: its end of the socket may stay open after its death, in a
         process forked during its start.
-        """
-        with self._waiting():
-            self._exchange_until(is_over, Patience(seconds, within), what, within)
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+        Args:
+            what: what the worker has to do within the time, for messages.
+            seconds: longest time without an answer, if longer than the constructor's.
+            within: longest time in all.
+        """
         self._home.require()
+        limit = self._timeout_seconds  # also a NaN, which is no time at all
+        patience, done = Patience(max(limit, seconds), within), self._done
         with self._lock:
             self._waiters += 1
         try:
-            yield
+            while True:
+                with self._alone():
+                    self._require_open()
+                    if self._done > done:
+                        patience.renew()
+                        done = self._done
+                    # checked before its last messages are read
+                    has_ended = self._process.poll() is not None
+                    if not is_over():
+                        self._exchange()
+                    if is_over():
+                        return
+                    if has_ended:
+                        raise self._failure(self._how_it_ended())
+                    if patience.is_over:
+                        raise self._failure(self._how_late(what, patience.seconds, within))
+                self._channel.idle(patience, is_shared=self._waiters > 1)
         finally:
             with self._lock:
                 self._waiters -= 1
-
-    def _exchange_until(
-        self, is_over: Callable[[], bool], patience: Patience, what: str, within: Patience | None
-    ) -> None:
-        done = self._done
-        while True:
-            with self._alone():
-                self._require_open()
-                if self._done > done:
-                    patience.renew()
-                    done = self._done
-                # checked before its last messages are read
-                has_ended = self._process.poll() is not None
-                if not is_over():
-                    self._exchange()
-                if is_over():
-                    return
-                if has_ended:
-                    raise self._failure(self._how_it_ended())
-                if patience.is_over:
-                    if within is not None and within.is_over:
-                        raise self._lateness(within)
-                    raise self._silence(what, patience.seconds)
-            self._channel.idle(patience, is_shared=self._waiters > 1)
 
     def _exchange(self) -> None:
         """Send and read what is possible without blocking."""
@@ -337,7 +315,7 @@ class OptimizerProcess:
         if isinstance(answer, Failed):
             raise self._failure(f"raised:\n{answer.traceback}")
         if isinstance(answer, Ready):
-            self.ready, self._is_ready = answer, True
+            self.ready = answer
         elif not isinstance(answer, Done) or answer.number > self._done + 1:
             raise GarbledError(f"{answer!r} after answer {self._done} of {self._submitted}")
         elif answer.number == self._done + 1:
@@ -367,40 +345,32 @@ class OptimizerProcess:
             name = signal.Signals(-status).name
         except ValueError:  # a real-time signal
             name = f"signal {-status}"
-        return (
-            f"was killed by {name} (exit status {status}). "
-            f"{_REMEDIES.get(-status, 'Its stderr may show the cause')}"
-        )
+        remedy = _REMEDIES.get(-status, "Its stderr may show the cause")
+        return f"was killed by {name} (exit status {status}). {remedy}"
 
-    def _silence(self, what: str, seconds: float) -> WorkerError:
+    def _how_late(self, what: str, seconds: float, within: Patience | None) -> str:
+        is_writing = self._done < self._newest_write
+        if within is not None and within.is_over:
+            busy = (
+                "writing a checkpoint, to a file system that is too slow" if is_writing else "busy"
+            )
+            return f"was still {busy} after {within.seconds:g} s. {within_group_timeout()}"
         is_setting = seconds == self._timeout_seconds
         setting = f" (zenflow.worker_timeout_seconds = {seconds:g})" if is_setting else ""
-        return self._failure(
-            f"did not {what}{setting}. "
-            + (
-                "It may still be writing a checkpoint to a file system that stalls: "
-                + ("raise the timeout" if is_setting else "save to another one")
-                if self._done < self._newest_write
-                else "It may be stopped, starved of CPU or swapping: give it more cores "
-                "(core_binding), or raise the timeout"
-            )
+        cause = (
+            "be stopped, starved of CPU or swapping: give it more cores (core_binding), or raise "
+            "the timeout"
         )
-
-    def _lateness(self, within: Patience) -> WorkerError:
-        writes = (
-            "writing a checkpoint, to a file system that is too slow"
-            if self._done < self._newest_write
-            else "busy"
-        )
-        return self._failure(
-            f"was still {writes} after {within.seconds:g} s. {within_group_timeout()}"
-        )
+        if is_writing:
+            remedy = "raise the timeout" if is_setting else "save to another one"
+            cause = f"still be writing a checkpoint to a file system that stalls: {remedy}"
+        return f"did not {what} {seconds:g} s{setting}. It may {cause}"
 
     def _failure(self, what: str) -> WorkerError:
         self._process.kill()
         self.close()
         self._error = (
-            f"rank {self._rank}: the optimizer process (pid {self._process.pid}) {what}. "
+            f"rank {self._rank}: the optimizer process (pid {self.pid}) {what}. "
             "The optimizer state of this rank is lost: resume from the last checkpoint"
         )
         return WorkerError(self._error)
@@ -414,11 +384,8 @@ def within_group_timeout() -> str:
     )
 
 
-def _above_standard(end: socket.socket) -> socket.socket:
-    return socket.socket(fileno=above_standard(end.detach()))
-
-
 def _end(process: subprocess.Popen[bytes], channel: Channel, owner_pid: int) -> None:
+    """The one end of the worker's life that this process chooses."""
     if os.getpid() != owner_pid:
         return
     channel.close()  # the worker ends when it sees this

@@ -72,7 +72,7 @@ def modelled(config: dict[str, Any], ns_per_element: float) -> dict[str, float]:
 
 
 def steps_with(overlap: bool, ns_per_element: float) -> dict[str, float]:
-    config = zenflow_config(2, overlap_step=overlap, autotune=False)
+    config = zenflow_config(2, overlap_step=overlap)
     return run_ranks(1, modelled, config, ns_per_element, device="sim", pool="simulated time")[0]
 
 

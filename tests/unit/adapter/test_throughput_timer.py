@@ -26,5 +26,5 @@ def device_waits(config: dict[str, Any], steps: int) -> int:
 
 def test_no_step_waits_for_the_whole_device() -> None:
     # a choice of the share, once after the warm-up, waits for copies of what it moves
-    config = zenflow_config(2, overlap_step=True, autotune=False)
+    config = zenflow_config(2, overlap_step=True)
     assert run_ranks(1, device_waits, config, 4, device="sim", pool="simulated, stage 2") == [0]

@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.worker.kernel.moments import step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference

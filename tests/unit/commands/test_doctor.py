@@ -53,9 +53,7 @@ def test_real_report_is_complete_json() -> None:
     report = json.loads(done.stdout)
     names = [check["name"] for check in report["checks"]]
     assert len(names) == len(set(names)) == len(doctor.CHECKS)
-    assert {"accelerator", "backends", "compiler", "locked memory", "cores", "launcher"} < set(
-        names
-    )
+    assert {"accelerator", "compiler", "locked memory", "cores", "launcher"} < set(names)
     for check in report["checks"]:
         assert set(check) == {"name", "status", "detail", "remedy"}
         assert check["detail"]
@@ -86,7 +84,6 @@ def test_only_problems_fail(
     assert cli.main(["doctor", *arguments]) == 0
 
 
-NPU = SimpleNamespace(device_name=lambda: "npu", communication_backend_name=lambda: "hccl")
 GIB = 1 << 30
 
 
@@ -98,22 +95,6 @@ def raises(error: Exception) -> Any:
 
 
 MACHINES: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
-    "hccl is registered": (
-        "backends",
-        {
-            "deepspeed_ext.runtime.backend.get_accelerator": lambda: NPU,
-            "torch.distributed.is_backend_available": {"gloo", "hccl"}.__contains__,
-        },
-        ("ok", "hccl"),
-    ),
-    "hccl is not registered": (
-        "backends",
-        {
-            "deepspeed_ext.runtime.backend.get_accelerator": lambda: NPU,
-            "torch.distributed.is_backend_available": {"gloo"}.__contains__,
-        },
-        ("problem", "hccl is missing"),
-    ),
     "a native kernel": (
         "adam_kernel",
         {"deepspeed_ext.zenflow.worker.kernel.library_path": lambda: "/x/adam_pass.so"},

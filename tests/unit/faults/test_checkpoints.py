@@ -51,14 +51,23 @@ MISFITS: dict[str, tuple[str, Any, str]] = {
 """Name in the first partition's state (none: all of it), value, and what is said of it."""
 
 
-SECTIONS: dict[str, tuple[Any, Any]] = {
-    "version": (None, 99),
-    "partitions": (0, {"numel": 1}),
-    "inverse": (0, {"inverse": torch.zeros(3)}),
-    "optimizer": (None, "lion"),
+SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "version": (lambda state: state[STATE_KEY].update(version=99), "version"),
+    "partitions": (lambda state: state[STATE_KEY]["partitions"][0].update(numel=1), "partition"),
+    "no size": (lambda state: state[STATE_KEY]["partitions"][0].pop("numel"), "numel"),
+    "inverse": (
+        lambda state: state[STATE_KEY]["partitions"][0].update(inverse=torch.zeros(3)),
+        "inverse",
+    ),
+    "optimizer": (lambda state: state[STATE_KEY].update(optimizer="lion"), "optimizer"),
+    "no section": (lambda state: state.pop(STATE_KEY), "different plans"),
+    "another step": (
+        lambda state: state[STATE_KEY].update(updates=state[STATE_KEY]["updates"] + 1),
+        "different plans",
+    ),
 }
-"""A key of ZenFlow's state, and a value that the run cannot continue from: of all of it, or of the
-element with this number."""
+"""What makes the last rank's part of ZenFlow's state one that the run cannot continue from, and
+what is said of it on every rank."""
 
 
 def load_sections(config: dict, folder: str) -> list[str]:
@@ -69,22 +78,19 @@ def load_sections(config: dict, folder: str) -> list[str]:
     train(engine, data[:GOOD])
     engine.save_checkpoint(folder, tag="good")
     expected = train(engine, data[GOOD:])
-    for name, (index, value) in SECTIONS.items():
+    for name, (spoil, says) in SECTIONS.items():
         if dist.get_rank() == 0:
             shutil.copytree(Path(folder, "good"), Path(folder, name))
             # the last rank's alone
             (path,) = Path(folder, name).glob(f"*rank_{dist.get_world_size() - 1}_*optim_states.pt")
             content = torch.load(path, weights_only=False)
-            section = content["optimizer_state_dict"][STATE_KEY]
-            if index is None:
-                section[name] = value
-            else:
-                section["partitions"][index] |= value
+            spoil(content["optimizer_state_dict"])
             torch.save(content, path)
         dist.barrier()
         engine.load_checkpoint(folder, tag="good")
         said = refused(lambda: engine.load_checkpoint(folder, tag=name))  # noqa: B023
-        if name.removesuffix("s") not in said or "optim_states.pt" not in said:
+        is_named = "optim_states.pt" in said or says in ("numel", "different plans")
+        if says not in said or not is_named:
             found.append(f"{name}: {said}")
         if train(engine, data[GOOD:]) != expected:  # without another load
             found.append(f"{name}: the state before is not whole")

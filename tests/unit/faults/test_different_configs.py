@@ -50,7 +50,7 @@ def start(stage: int, fields: list[dict[str, Any]], samples: list[int]) -> tuple
         (2, [ZENFLOW, {}], "'zenflow': True"),
         (3, [{"stage3_allgather_single_param": True}, {}], "'stage3_allgather_single_param': True"),
         (2, [ZENFLOW, {**ZENFLOW, "stage": 3}], "{'stage': 3, "),
-        (2, [{}, {"enable_sanity_checks": True}], "flattening parameter group 0"),
+        (2, [{}, {"flatten_tier": "host"}], "flattening parameter group 0"),
     ],
 )
 def test_a_part_that_is_on_on_one_rank_only(

@@ -14,7 +14,6 @@ from deepspeed_ext.adapter.contract import release
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
-from tests.support.same import first_difference
 from tests.support.zenflow import (
     RULES,
     make_engine,
@@ -74,72 +73,6 @@ def test_bf16_steps_with_bad_gradients_are_dropped_as_upstream_drops_them(
         assert found["finite"]
         assert found["unchanged"] == [number in BAD_STEPS for number in range(STEPS)]
         assert found["updates"] == STEPS - len(BAD_STEPS)
-
-
-OVERFLOWS_AT = 5
-"""After that many steps: mid-interval with both rules."""
-SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 40}}
-
-
-def state_of(engine: Any) -> dict[str, Any]:
-    """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for
-    the worker."""
-    adam = engine.optimizer.host_optimizer
-    adam.state.drain()
-    arrays = [t.clone() for part in adam.state.partitions for t in part.state]
-    counts = (adam.state.updates, adam.rule.schedule.state_dict(), engine.get_lr())
-    return {
-        "arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()),
-        "counts": copy.deepcopy(counts),
-    }
-
-
-def overflow_on_one_rank(config: dict) -> dict[str, Any]:
-    """Train in fp16 twice; the second time with one more micro-step, in which rank 1's gradient is
-    infinite."""
-    allow_fp16()
-    rank = dist.get_rank()
-    data = batches(STEPS, rank)
-    engine = make_engine(config)
-    expected = train(engine, data[:OVERFLOWS_AT])
-    engine.optimizer.host_optimizer.state.drain()  # as `state_of` does below
-    expected += train(engine, data[OVERFLOWS_AT:])
-    engine.destroy()
-
-    engine = make_engine(config)
-    losses = train(engine, data[:OVERFLOWS_AT])
-    before = state_of(engine)
-    train(engine, data[:1], times=float("inf") if rank == 1 else 1.0)
-    overflow, after = engine.optimizer.overflow, state_of(engine)
-    losses += train(engine, data[OVERFLOWS_AT:])
-    updates = engine.optimizer.host_optimizer.state.updates
-    engine.destroy()
-    return {
-        "overflow": overflow,
-        "changed arrays": first_difference(
-            before["arrays"], after["arrays"], "p, m, v and weights"
-        ),
-        "same counts": before["counts"] == after["counts"],
-        "updates": updates,
-        "losses": losses,
-        "expected": expected,
-    }
-
-
-@pytest.mark.parametrize(
-    ("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
-)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, rule: str) -> None:
-    """Training continues bitwise as if the step had not been attempted."""
-    config = {**zenflow_config(stage, torch.float16, **RULES[rule]), "scheduler": SCHEDULER}
-    # so one overflow leaves the loss scale as it is
-    config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 5}
-    for found in run_ranks(2, overflow_on_one_rank, config):
-        assert found["overflow"]
-        assert found["changed arrays"] == ""
-        assert found["same counts"]
-        assert found["updates"] == STEPS
-        assert found["losses"] == found["expected"]
 
 
 def walk_down(config: dict, extended: bool) -> list[tuple[float, bool, int]]:

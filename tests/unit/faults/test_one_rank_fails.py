@@ -169,7 +169,7 @@ CANNOT_BE_AGREED_ON = {
 NOT_ASKED_FOR = tuple(name for names in CANNOT_BE_AGREED_ON.values() for name in names)
 HARMLESS = {
     "whether a wait comes to them depends on how fast the worker is": (
-        "zenflow/worker/channel.py:",
+        "zenflow/worker/messages.py:",
         "zenflow/worker/process.py:OptimizerProcess._exchange",
         "zenflow/worker/process.py:OptimizerProcess._note",
     ),
@@ -236,7 +236,7 @@ def initialize_config(way: str) -> dict[str, Any]:
         config = base_config(int(stage), torch.bfloat16)
         zero = config["zero_optimization"]
     if way == "flatten distributed":
-        zero |= {"flatten_tier": "distributed", "enable_sanity_checks": True}
+        zero["flatten_tier"] = "distributed"
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     elif way == "flatten host":
         zero["flatten_tier"] = "host"

@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "predictive": {"update_rule": "predictive"},
     "exact": {"update_rule": "exact"},
-    "share": {"full_warm_up_rounds": MEASURED_STEPS + 1},
+    "share": {"full_warm_up_rounds": MEASURED_STEPS + 1, "autotune": True},
 }
 """Fields of the ``zenflow`` section."""
 NAMED = ("exact", "predictive")

@@ -17,7 +17,6 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.checkpoint.file import SavedFile
-from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.runtime.ranks import RankGroup
@@ -25,7 +24,7 @@ from tests.support.crash.driver import CONFIG
 from tests.support.crash.driver import JointCheckpointEngine as Joint
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import RULES, make_engine, train, zenflow_config
+from tests.support.zenflow import make_engine, train, zenflow_config
 
 
 def said(action: Callable[[], Any]) -> str:
@@ -34,65 +33,6 @@ def said(action: Callable[[], Any]) -> str:
     except (CheckpointError, WorkerError, OutOfMemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def spoil(state: dict[str, Any], how: str) -> None:
-    """Do to the optimizer's part of a checkpoint what `how` says."""
-    section = state[STATE_KEY]
-    if how == "version 99":
-        section["version"] = 99
-    elif how == "size":
-        section["partitions"][0]["numel"] += 1
-    elif how == "key":
-        del section["partitions"][0]["numel"]
-    elif how == "no section":
-        del state[STATE_KEY]
-    elif how == "another step":
-        section["updates"] += 1
-
-
-SPOILT = ["version 99", "size", "key", "no section", "another step"]
-
-
-def restore_spoilt(config: dict, folder: str) -> tuple[list[str], bool]:
-    """Rank 1's section is spoilt in each way; then the whole checkpoint is loaded."""
-    rank, data = dist.get_rank(), batches(9, dist.get_rank())
-    engine = make_engine(config)
-    train(engine, data[:5])
-    engine.save_checkpoint(folder, tag="t")
-    expected = train(engine, data[5:])
-    read, messages = engine._get_all_zero_checkpoints, []
-    for how in SPOILT:
-
-        def spoilt(load_dir: str, tag: Any, how: str = how) -> Any:
-            states = read(load_dir, tag)
-            if rank == 1:
-                spoil(states[1], how)
-            return states
-
-        with patch.object(engine, "_get_all_zero_checkpoints", spoilt):
-            messages.append(said(lambda: engine.load_checkpoint(folder, tag="t")))
-    engine.load_checkpoint(folder, tag="t")
-    equal = train(engine, data[5:]) == expected
-    engine.destroy()
-    return messages, equal
-
-
-@pytest.mark.parametrize(("stage", "rule"), [(2, "selective"), (3, "predictive")])
-def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: Path) -> None:
-    """Nothing is loaded on any rank, so that the next load continues to the bit."""
-    outcomes = run_ranks(2, restore_spoilt, zenflow_config(stage, **RULES[rule]), str(tmp_path))
-    assert outcomes[0] == outcomes[1]
-    messages, equal = outcomes[0]
-    for how, words in zip(
-        SPOILT,
-        ["version 99", "elements", "numel", "different plans", "different plans"],
-        strict=True,
-    ):
-        message = messages[SPOILT.index(how)]
-        assert message.startswith("CheckpointError: ")
-        assert words in message
-    assert equal
 
 
 def read_beside_the_dead(config: dict) -> dict[str, Any]:

@@ -47,11 +47,9 @@ def reference(layout: GroupLayout) -> torch.Tensor:
     return flat
 
 
-def flatten(
-    layout: GroupLayout, forced: Any = None, check_replicas: bool = False
-) -> tuple[torch.Tensor, Any]:
+def flatten(layout: GroupLayout, forced: Any = None) -> tuple[torch.Tensor, Any]:
     ranks = RankGroup.of(dist.get_world_group(), this_device(), keeps_scratch=True)
-    return Flattener(forced, 0.05, MIB, check_replicas).flatten(layout, ranks, 0)
+    return Flattener(forced, 0.05, MIB).flatten(layout, ranks, 0)
 
 
 def failing(counts: Iterable[int]) -> Any:
@@ -199,33 +197,42 @@ def test_when_nothing_fits_the_parameters_are_intact(
         assert "intact" in message
 
 
-def impossible_body() -> str:
-    layout = make_layout(1)
-    with pytest.raises(ConfigError) as error:
-        flatten(layout, "distributed")
+def impossible_body(tier: str) -> str:
+    """Rank 1 has no memory left; nothing may be allocated."""
+    layout = make_layout(dist.get_world_size())
+    free = MIB * 1024 * (1 - dist.get_rank())
+    with (
+        patch.object(allocation, "free_accelerator_bytes", lambda: free),
+        patch.object(allocation, "accelerator_empty", None),
+        pytest.raises(ConfigError) as error,
+    ):
+        flatten(layout, tier)
     return str(error.value)
 
 
-def test_distributed_with_one_rank_is_refused() -> None:
-    (message,) = run_ranks(1, impossible_body)
-    assert "at least 2 data-parallel ranks" in message
+@pytest.mark.parametrize(
+    ("ranks", "tier", "says"),
+    [
+        (1, "distributed", "at least 2 data-parallel ranks"),
+        (2, "distributed", "the rank with the least has 0 (0.00 GiB); remove the field"),
+        (2, "accelerator", "the rank with the least has 0 (0.00 GiB); remove the field"),
+    ],
+)
+def test_a_forced_tier_that_does_not_fit_is_refused_before_it_allocates(
+    ranks: int, tier: str, says: str
+) -> None:
+    for message in run_ranks(ranks, impossible_body, tier):
+        assert says in message
 
 
-def unequal_body(what: str) -> str:
-    layout = make_layout(2)
-    forced = None
-    if dist.get_rank() == 1 and what == "values":
-        layout.segments[0].parameter.data[3, 5] += 1
-    if what == "tier":
-        forced = ("accelerator", "host")[dist.get_rank()]
+def unequal_body() -> str:
     with pytest.raises(PlanMismatchError) as error:
-        flatten(layout, forced, check_replicas=True)
+        flatten(make_layout(2), ("accelerator", "host")[dist.get_rank()])
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["values", "tier"])
-def test_ranks_that_differ_get_an_error_that_shows_both_sides(what: str) -> None:
-    for message in run_ranks(2, unequal_body, what):
+def test_ranks_that_differ_get_an_error_that_shows_both_sides() -> None:
+    for message in run_ranks(2, unequal_body):
         assert "rank 0: " in message
         assert "rank 1: " in message
 

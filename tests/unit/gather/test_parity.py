@@ -29,7 +29,16 @@ BY_DEFAULT = [
 BY_DEFAULT.append((2, "bf16", 1, 0, "plain"))
 
 
-def check(world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "accumulation", "min_numel", "way"),
+    [
+        *BY_DEFAULT,
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MATRIX if case not in BY_DEFAULT),
+    ],
+)
+def test_equals_upstream(
+    world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str
+) -> None:
     for losses, plan, num_collectives in run_ranks(
         world_size, compare_gathers, dtype, accumulation, min_numel, way
     ):
@@ -46,18 +55,3 @@ def check(world_size: int, dtype: str, accumulation: int, min_numel: int | None,
                 None: {"single" if is_simulated("cpu") else "shared"},
             }[min_numel]
             assert num_collectives > STEPS
-
-
-@pytest.mark.parametrize(("world_size", "dtype", "accumulation", "min_numel", "way"), BY_DEFAULT)
-def test_equals_upstream(
-    world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str
-) -> None:
-    check(world_size, dtype, accumulation, min_numel, way)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("world_size", "dtype", "accumulation", "min_numel", "way"), MATRIX)
-def test_equals_upstream_everywhere(
-    world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str
-) -> None:
-    check(world_size, dtype, accumulation, min_numel, way)

@@ -79,19 +79,24 @@ def test_the_plan_does_not_depend_on_the_order_of_the_facts(
     )
 
 
-def test_small_parameters_share_and_large_ones_never() -> None:
-    plan = plan_gather(facts(1000, 10, 20, 1000, 30), min_numel=100)
-    assert plan.split(range(5)) == Fetch(singles=(0, 3), buckets=((1, 2, 4),), upstream=())
-
-
-def test_a_small_parameter_alone_needs_no_bucket() -> None:
-    plan = plan_gather(facts(1000, 10), min_numel=100)
-    assert plan.split([0, 1]) == Fetch(singles=(0, 1), buckets=(), upstream=())
-
-
-def test_min_numel_of_zero_means_no_buckets() -> None:
-    plan = plan_gather(facts(0, 1, 10), min_numel=0)
-    assert plan.split(range(3)) == Fetch(singles=(0, 1, 2), buckets=(), upstream=())
+@pytest.mark.parametrize(
+    ("numels", "min_numel", "singles", "buckets"),
+    [
+        ((1000, 10, 20, 1000, 30), 100, (0, 3), ((1, 2, 4),)),
+        ((1000, 10), 100, (0, 1), ()),  # a small parameter alone needs no bucket
+        ((0, 1, 10), 0, (0, 1, 2), ()),  # 0: no buckets
+        ((50, 50, 10, 100), 100, (2, 3), ((0, 1),)),  # complete with exactly enough
+        ((60, 60, 10, 70, 90), 100, (), ((0, 1), (2, 3, 4))),  # or with more
+    ],
+)
+def test_small_parameters_share_and_large_ones_never(
+    numels: tuple[int, ...],
+    min_numel: int,
+    singles: tuple[int, ...],
+    buckets: tuple[tuple[int, ...], ...],
+) -> None:
+    plan = plan_gather(facts(*numels), min_numel)
+    assert plan.split(range(len(numels))) == Fetch(singles, buckets, upstream=())
 
 
 @pytest.mark.parametrize(
@@ -116,13 +121,3 @@ def test_what_falls_back_has_a_reason_and_leaves_the_others_alone(
 def test_a_parameter_that_came_later_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"\[7\].*before deepspeed.initialize"):
         plan_gather(facts(10, 10), min_numel=0).split([0, 7])
-
-
-def test_a_bucket_is_complete_with_exactly_the_least_number_of_elements() -> None:
-    plan = plan_gather(facts(50, 50, 10, 100), min_numel=100)
-    assert plan.split(range(4)) == Fetch(singles=(2, 3), buckets=((0, 1),), upstream=())
-
-
-def test_a_bucket_is_complete_as_soon_as_it_has_more_than_enough() -> None:
-    plan = plan_gather(facts(60, 60, 10, 70, 90), min_numel=100)
-    assert plan.split(range(5)) == Fetch(singles=(), buckets=((0, 1), (2, 3, 4)), upstream=())

@@ -1,97 +1,104 @@
-"""ZenFlow in the loops of the Hugging Face Trainer and of Accelerate: evaluation, generation,
-boundaries of steps."""
+"""ZenFlow in the loops of the Hugging Face Trainer, TRL and Accelerate: evaluation, generation,
+accumulation, resumes, boundaries of steps."""
 
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 import deepspeed_ext
-from tests.support.hf_trainer import config_file
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
-from tests.support.trainer_saves import Windows, tiny_llama
+from tests.support.same import assert_same
+from tests.support.trainer_saves import of_transformers, saved_by_trainer, tiny_llama, windows
+from tests.support.trainers import example
 from tests.support.zenflow import zenflow_config
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
+PREDICTIVE = {"full_warm_up_rounds": 1}
 SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4, "overlap_step": True}
 
 
-def with_everything(config: str, folder: str) -> dict[str, Any]:
-    """Evaluates, generates and saves every second step, with two micro-steps a step; resumes for
-    the second half."""
-    from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+def of_trl(settings: dict[str, Any], model: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    with example("tiny") as tiny:
+        tokenizer = tiny.byte_tokenizer()
+    deepspeed_ext.enable()
+    data = Dataset.from_dict({"input_ids": TOKENS.tolist()})
+    how = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer}
+    args = SFTConfig(**settings, dataset_kwargs={"skip_prepare_dataset": True})
+    return SFTTrainer(model=model, args=args, **how)
+
+
+TOKENS = torch.stack([each["input_ids"] for each in windows()])
+
+
+def plain_loss(folder: Path) -> float:
+    """An evaluation of what was saved, by plain transformers, as the Trainer counts it."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        losses = [model(input_ids=two, labels=two).loss.repeat(2) for two in TOKENS.split(2)]
+    return float(torch.cat(losses).float().numpy().mean())
+
+
+def evaluated(stage: int, zenflow: dict[str, Any], folder: str, trl: bool) -> list[dict[str, Any]]:
+    """A Trainer's run that evaluates, generates and saves every second step, of two micro-steps
+    each, and resumes for the last ones, behind one that does none of it."""
+    from transformers import TrainerCallback
 
     class Generating(TrainerCallback):
-        """Greedy continuations between steps."""
-
-        lengths: ClassVar[list[int]] = []
-
-        def on_evaluate(
-            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-        ) -> None:
+        def on_evaluate(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
             tokens = torch.arange(4).view(1, 4)
-            made = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False
-            )
-            self.lengths.append(made.shape[1])
+            mask = torch.ones_like(tokens)
+            made = model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
+            assert made.shape[1] == 7
 
-    deepspeed_ext.enable()
-    try:
-        for steps, resume in ((4, False), (8, True)):
-            AcceleratorState._reset_state(reset_partial_state=True)
-            arguments = TrainingArguments(
-                output_dir=folder,
-                deepspeed=config,
-                max_steps=steps,
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=2,
-                learning_rate=3e-3,
-                lr_scheduler_type="constant",
-                eval_strategy="steps",
-                eval_steps=2,
-                save_steps=2,
-                logging_steps=1,
-                report_to="none",
-                use_cpu=True,
-            )
-            data = {"train_dataset": Windows(), "eval_dataset": Windows()}
-            trainer = Trainer(model=tiny_llama(), args=arguments, callbacks=[Generating()], **data)
-            trainer.train(resume_from_checkpoint=resume)
-    finally:
-        deepspeed_ext.disable()
-    updates = trainer.deepspeed.optimizer.host_optimizer.state.updates
-    return {"log": trainer.state.log_history, "lengths": Generating.lengths, "updates": updates}
+    def generating(settings: dict[str, Any], model: Any) -> Any:
+        trainer = make(settings, model)
+        trainer.add_callback(Generating)
+        return trainer
+
+    make = of_trl if trl else of_transformers
+    how: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    found = [saved_by_trainer(stage, "whole", zenflow, f"{folder}/plain", make, **how)]
+    how |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    for steps in (4, 6):
+        how |= {"max_steps": steps, "resume_from_checkpoint": steps > 4}
+        found[1:] = [saved_by_trainer(stage, "whole", zenflow, folder, generating, **how)]
+    return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("trl", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    ("stage", "zenflow"),
-    [
-        (2, SELECTIVE),
-        (3, {"full_warm_up_rounds": 1}),
-        pytest.param(3, SELECTIVE, marks=pytest.mark.full),
-    ],
+    ("stage", "ranks", "zenflow"),
+    [(1, 1, PREDICTIVE), (2, 2, PREDICTIVE), (2, 1, SELECTIVE), (3, 2, PREDICTIVE)],
 )
-def test_evaluation_generation_accumulation_and_resume(
-    stage: int, zenflow: dict, tmp_path: Path
+def test_evaluations_are_of_the_saved_model_and_training_goes_on_to_the_bit(
+    stage: int, ranks: int, zenflow: dict, trl: bool, tmp_path: Path
 ) -> None:
-    config = config_file(tmp_path, stage=stage, zenflow=zenflow)
-    found = run_ranks(1, with_everything, config, str(tmp_path / "run"))[0]
-    assert found["updates"] == 8
-    assert [log["step"] for log in found["log"] if "loss" in log] == list(range(1, 9))
-    evaluations = [log["eval_loss"] for log in found["log"] if "eval_loss" in log]
-    assert len(evaluations) == 4
-    assert evaluations == sorted(evaluations, reverse=True)
-    assert found["lengths"] == [7] * 4
+    """Loaded by plain transformers, without this package."""
+    if trl:
+        pytest.importorskip("trl")
+    settings = stage, zenflow, str(tmp_path), trl
+    plain, found = run_ranks(ranks, evaluated, *settings, timeout_seconds=600)[0]
+    told = {log["step"]: log["eval_loss"] for log in found["log"] if "eval_loss" in log}
+    assert told == {step: plain_loss(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)}
+    losses = [[log["loss"] for log in each["log"] if "loss" in log] for each in (plain, found)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    assert_same(plain["p"], found["p"])
 
 
 def connect_cpu_ranks() -> None:
@@ -118,7 +125,7 @@ def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
         )
         model = tiny_llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
+        loader = torch.utils.data.DataLoader(windows(), batch_size=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         losses, boundaries = [], []
         for _ in range(3):
@@ -153,7 +160,7 @@ def loop_of_the_page(text: str, config: str) -> dict[str, Any]:
     """Run the loop as ``accelerate launch`` would with a YAML that names `config`."""
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config
     connect_cpu_ranks()
-    loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
+    loader = torch.utils.data.DataLoader(windows(), batch_size=2)
     names: dict[str, Any] = {
         "deepspeed_ext": deepspeed_ext,
         "torch": torch,

@@ -11,15 +11,12 @@ from unittest.mock import patch
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime import memory, proc
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, refusal, train, zenflow_config
 
 pytestmark = pytest.mark.sampled()
-
-STAGES = (2, 3)
 
 
 def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[str, Any]:
@@ -35,40 +32,6 @@ def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[st
 
 def goes_to_host(engine: Any) -> bool:
     return engine.optimizer._host_gradients is not None
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
-
-def fails_in_backward(config: dict[str, Any]) -> str:
-    """A copy to the host fails on one rank in the middle of backward; what each rank gets."""
-    engine = make_engine(config)
-    data = batches(4, dist.get_rank())
-    train(engine, data[:2])
-    host, rank = engine.optimizer._host_gradients, dist.get_rank()
-    take, calls = type(host).take, []
-
-    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        if rank == 1 and len(calls) == 2:
-            raise RuntimeError("the link is broken")
-        take(self, *args, **kwargs)
-
-    try:
-        with patch.object(type(host), "take", broken):
-            train(engine, data[2:])
-    except (RuntimeError, DeepSpeedExtError) as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return "nothing"
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_error_in_backward_on_one_rank_is_every_ranks(stage: int) -> None:
-    config = placed(zenflow_config(stage), True)
-    for told in run_ranks(2, fails_in_backward, config, device="sim", timeout_seconds=60):
-        assert "the link is broken" in told
 
 
 @pytest.mark.parametrize(

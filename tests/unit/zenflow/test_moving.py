@@ -55,7 +55,9 @@ def config_of(
     dtype: torch.dtype = torch.bfloat16,
     **fields: Any,
 ) -> dict[str, Any]:
-    config = zenflow_config(stage, dtype, **{"full_warm_up_rounds": WARM_UP, **fields})
+    config = zenflow_config(
+        stage, dtype, **{"full_warm_up_rounds": WARM_UP, "autotune": True, **fields}
+    )
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
     return config
 

@@ -98,7 +98,7 @@ void by_definition(const AdamPass &a, int64_t first, int64_t last) {
     for (; first < last; first += part) peek(a, first, first + part < last ? first + part : last, definition);
 }
 
-extern "C" int32_t dsext_version() { return 20; }
+extern "C" int32_t dsext_version() { return 21; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
@@ -134,11 +134,4 @@ extern "C" void dsext_first_touch(char *address, int64_t bytes, int64_t block_by
             }
         });
     }
-}
-
-// Writes, for each element, the id of the thread on which a pass processes it.
-extern "C" void dsext_passers(int32_t *passers, int64_t numel, int64_t block_size, int32_t threads) {
-    for_each_tile(numel, block_size, threads, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) passers[i] = dsext::thread_id();
-    });
 }

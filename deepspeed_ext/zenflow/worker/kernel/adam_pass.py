@@ -11,8 +11,8 @@ computes, elementwise in fp32::
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (first factor only if decoupled)
 
 Without bias correction, both 1 - beta^t are 1. A negative c maximizes. If m and v have 16 or 8
-bits, the step rounds them (see `rounding`) before it computes d and p. The order of roundings is
-the compiler's in the native library, for its speed, and that of `take_step` elsewhere.
+bits, the step rounds them (Note: [rounded moments]) before it computes d and p. The order of
+roundings is the compiler's in the native library, for its speed, and that of `take_step` elsewhere.
 
 After it, with that step's d and the values of `Publish`::
 
@@ -20,9 +20,12 @@ After it, with that step's d and the values of `Publish`::
     y = p_factor p - m_factor m / d - clamp(l2_factor p / d_b, -l2_bound, l2_bound)
 """
 
-import ctypes
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.zenflow.worker.kernel.passes import (
@@ -30,20 +33,13 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     Passes,
     StateLayout,
     chunk_of,
-    dtype_name,
+    single,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from torch import Tensor
 
-    import torch
-
-__all__ = ["ADAM_STATE", "AdamConstants", "AdamPasses", "AdamStep", "Publish"]
-
-
-def _single(value: float) -> float:
-    """`value` rounded to fp32."""
-    return ctypes.c_float(value).value
+__all__ = ["ADAM_STATE", "AdamPasses", "AdamStep", "Publish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +62,14 @@ class AdamStep:
     """False: the moments are used as they are."""
 
     @property
-    def _correction_betas(self) -> tuple[float, float]:
-        """The betas of the bias corrections; zeros, which make them 1, if there are none."""
-        return (self.beta1, self.beta2) if self.bias_correction else (0.0, 0.0)
-
-    @property
     def bias_correction1(self) -> float:
         """1 - beta1^t, or 1."""
-        return 1.0 - self._correction_betas[0] ** self.step
+        return 1.0 - self.beta1**self.step if self.bias_correction else 1.0
 
     @property
     def bias_correction2_sqrt(self) -> float:
         """sqrt(1 - beta2^t), or 1."""
-        return math.sqrt(1.0 - self._correction_betas[1] ** self.step)
+        return math.sqrt(1.0 - self.beta2**self.step) if self.bias_correction else 1.0
 
     @property
     def l2(self) -> float:
@@ -95,36 +86,12 @@ class AdamStep:
         """Both bias corrections in fp32. By expm1: for small exponents, the subtraction would lose
         digits to cancellation."""
         first, second = (
-            _single(-math.expm1(self.step * math.log(beta))) if beta else 1.0
-            for beta in self._correction_betas
+            single(-math.expm1(self.step * math.log(beta)))
+            if beta and self.bias_correction
+            else 1.0
+            for beta in (self.beta1, self.beta2)
         )
-        return first, _single(math.sqrt(second))
-
-
-@dataclass(frozen=True, slots=True)
-class AdamConstants:
-    """The numbers of a step in the order in which the device's kernel takes them. `correction1` and
-    `correction2_sqrt` are `AdamStep.corrections`."""
-
-    correction1: float
-    correction2_sqrt: float
-    grad_scale: float
-    lr: float
-    beta1: float
-    weight1: float
-    beta2: float
-    weight2: float
-    eps: float
-    l2: float
-    decay: float
-
-    @classmethod
-    def of(cls, step: AdamStep) -> "AdamConstants":
-        """The numbers of `step`."""
-        betas = step.beta1, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2
-        return cls(
-            *step.corrections, step.grad_scale, step.lr, *betas, step.eps, step.l2, step.decay
-        )
+        return first, single(math.sqrt(second))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +110,7 @@ class Publish:
     eps: float
 
     @classmethod
-    def exact(cls, bias_correction2_sqrt: float, eps: float) -> "Publish":
+    def exact(cls, bias_correction2_sqrt: float, eps: float) -> Publish:
         """Coefficients that publish p itself."""
         return cls(1.0, 0.0, 0.0, 0.0, bias_correction2_sqrt, eps)
 
@@ -169,91 +136,52 @@ class AdamPasses(Passes):
 
     @staticmethod
     def take_step(
-        state: "Sequence[torch.Tensor]",
-        grad: "torch.Tensor",
-        step: AdamStep,
-        block_size: int,
-        first: int = 0,
+        state: Sequence[Tensor], grad: Tensor, step: AdamStep, block_size: int, first: int = 0
     ) -> None:
         """As in the base class, a chunk at a time, on any device; each operation rounds once
         (`definition`). Moments of 16 or 8 bits are rounded before the update, with the random
         number of each element's place in its partition."""
         import torch
 
-        from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel
-        from deepspeed_ext.zenflow.worker.kernel.moments import loaded, round_moments, store
-        from deepspeed_ext.zenflow.worker.kernel.roots import root
+        from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel, loaded, root, store
 
-        c, device = AdamConstants.of(step), grad.device
-        dtype = dtype_name(state[1].dtype)
-        most = chunk_numel(device, block_size)
-        if dtype != "float32":
+        numel, fp32 = grad.numel(), partial(torch.empty, dtype=torch.float32, device=grad.device)
+        most = chunk_numel(grad.device, block_size)
+        if state[1].dtype != torch.float32:
             most = min(most, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
         with torch.no_grad():
-            correction1, correction2_sqrt = (
-                torch.full((1,), value, dtype=torch.float32, device=device)
-                for value in step.corrections
-            )
-            size = 2, min(most, grad.numel())
-            temporaries = torch.empty(size, dtype=torch.float32, device=device)
-            for begin in range(0, grad.numel(), most):
-                end = min(begin + most, grad.numel())
+            of_m, of_v = (fp32(1).fill_(value) for value in step.corrections)
+            temporaries = fp32(2, min(most, numel))
+            for begin in range(0, numel, most):
+                end = min(begin + most, numel)
                 p, *stored = (array[begin:end] for array in state[:3])
                 blocks = slice(begin // block_size, -(-end // block_size))
                 scales = [array[blocks] for array in state[3:]]
                 moments = m, v = loaded(stored, scales, block_size)
                 g, other = (each[: end - begin] for each in temporaries)
-                g.copy_(grad[begin:end]).mul_(c.grad_scale)
-                if c.l2:
-                    g.add_(torch.mul(p, c.l2, out=other))
-                m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
-                v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
-                round_moments(m, v, dtype, block_size, step.step, first + begin)
-                denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
-                change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
-                if c.decay != 1.0:
-                    p.mul_(c.decay)
+                g.copy_(grad[begin:end]).mul_(step.grad_scale)
+                if step.l2:
+                    g.add_(torch.mul(p, step.l2, out=other))
+                m.mul_(step.beta1).add_(torch.mul(g, 1.0 - step.beta1, out=other))
+                v.mul_(step.beta2).add_(torch.mul(g, 1.0 - step.beta2, out=other).mul_(g))
+                store(moments, stored, scales, block_size, (step.step, first + begin))
+                denominator = root(v, out=other).div_(of_v).add_(step.eps)
+                change = torch.div(m, of_m, out=g).mul_(-step.lr).div_(denominator)
+                if step.decay != 1.0:
+                    p.mul_(step.decay)
                 p.add_(change)
-                store(moments, stored, scales, block_size)
-
-    @classmethod
-    def take_host_step(
-        cls,
-        state: "Sequence[torch.Tensor]",
-        grad: "torch.Tensor",
-        step: AdamStep,
-        block_size: int,
-        first: int = 0,
-    ) -> None:
-        """As in the base class, by the operations of ``torch.optim.AdamW``, so to its bits."""
-        from deepspeed_ext.zenflow.worker.kernel.moments import loaded, round_moments, store
-
-        p, *stored = state[:3]
-        moments = m, v = loaded(stored, state[3:], block_size)
-        g = grad.float() * step.grad_scale
-        if step.decoupled:
-            p.mul_(1.0 - step.lr * step.weight_decay)
-        elif step.weight_decay:
-            g.add_(p, alpha=step.weight_decay)
-        m.lerp_(g, 1.0 - step.beta1)
-        v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
-        round_moments(m, v, dtype_name(stored[0].dtype), block_size, step.step, first)
-        denominator = v.sqrt().div_(step.bias_correction2_sqrt).add_(step.eps)
-        p.addcdiv_(m, denominator, value=-step.lr / step.bias_correction1)
-        store(moments, stored, state[3:], block_size)
 
     @staticmethod
     def publish(
         publish: Publish,
-        state: "Sequence[torch.Tensor]",
+        state: Sequence[Tensor],
         block_size: int,
-        published: "torch.Tensor",
-        per_block: "torch.Tensor | None",
+        published: Tensor,
+        per_block: Tensor | None,
     ) -> None:
-        from deepspeed_ext.zenflow.worker.kernel.definition import block_means
-        from deepspeed_ext.zenflow.worker.kernel.moments import loaded
+        from deepspeed_ext.zenflow.worker.kernel.definition import block_means, loaded
 
-        def denominator(of: "torch.Tensor") -> "torch.Tensor":
+        def denominator(of: Tensor) -> Tensor:
             return of.sqrt().div_(publish.bias_correction2_sqrt).add_(publish.eps)
 
         p, (m, v) = state[0], loaded(state[1:3], state[3:], block_size)

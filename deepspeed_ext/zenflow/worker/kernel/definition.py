@@ -18,31 +18,49 @@ the value's own bits, so it needs no state and does not depend on the element's 
     k: 16 (bf16), 13 (fp16)
 
 A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nearest value. The hash
-is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
+is that of Note: [rounded moments].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_ext.runtime.process import make_first_calls
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
+    CODES,
+    HASH_FACTORS,
+    HASH_SHIFTS,
     HOST_CHUNK_NUMEL,
+    MOST_SCALE,
+    NEAREST,
+    NOT_FINITE,
+    WORD,
+    StateLayout,
     chunk_of,
+    dtype_name,
+    rounding_key,
 )
-from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
 __all__ = [
     "CLAMP",
-    "Chunks",
     "block_means",
     "chunk_numel",
+    "decode",
+    "encode",
+    "in_blocks",
+    "loaded",
+    "parts_of",
     "predict",
+    "root",
+    "step_in_fp32",
+    "store",
 ]
 
 CLAMP = 4.5
@@ -64,24 +82,39 @@ def chunk_numel(device: torch.device, block_size: int) -> int:
     return chunk_of(_CHUNK_NUMEL.get(device.type, ACCELERATOR_CHUNK_NUMEL), block_size)
 
 
-class Chunks:
+# Note: [the nearest root]
+# On the CPU torch's sqrt is MKL's, of which one result in 170 is not the nearest number; in fp64,
+# too. CUDA's is the nearest, Triton's sqrt_rn as well, and NumPy's: it is the CPU's instruction.
+
+
+def root(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest fp32 number to each square root, on any device; see Note: [the nearest root].
+
+    Args:
+        x: fp32, any shape. A negative element gives NaN.
+        out: what is written and returned, of the same shape on the same device; may be `x`. None: a
+            new tensor.
+    """
+    out = torch.empty_like(x) if out is None else out
+    if x.device.type != "cpu":
+        return torch.sqrt(x, out=out)
+    with np.errstate(invalid="ignore"):
+        np.sqrt(x.numpy(), out=out.numpy())
+    return out
+
+
+# -- the estimate ----------------------------------------------------------------------------------
+
+
+def parts_of(n: int, block_size: int, device: torch.device, temporaries: int) -> Iterator[_Part]:
     """Parts of 1-D arrays of n elements, each as rows of blocks [rows, block_size]; a short last
-    block is a separate part. All parts share the memory for temporaries."""
-
-    def __init__(self, n: int, block_size: int, device: torch.device, temporaries: int) -> None:
-        self._n, self._block = n, block_size
-        self._whole = n // block_size * block_size
-        self._chunk = chunk_numel(device, block_size)
-        self._temporaries = torch.empty(
-            temporaries, min(self._chunk, n), dtype=torch.float32, device=device
-        )
-
-    def __iter__(self) -> Iterator[_Part]:
-        for begin in range(0, self._whole, self._chunk):
-            end = min(begin + self._chunk, self._whole)
-            yield _Part(begin, end, self._block, self._block, self._temporaries)
-        if self._whole < self._n:
-            yield _Part(self._whole, self._n, self._n - self._whole, self._block, self._temporaries)
+    block is a separate part. All parts share the memory for so many fp32 arrays."""
+    chunk, whole = chunk_numel(device, block_size), n // block_size * block_size
+    memory = torch.empty(temporaries, min(chunk, n), dtype=torch.float32, device=device)
+    for begin in range(0, whole, chunk):
+        yield _Part(begin, min(begin + chunk, whole), block_size, memory)
+    if whole < n:
+        yield _Part(whole, n, n - whole, memory)
 
 
 @dataclass(frozen=True)
@@ -89,11 +122,15 @@ class _Part:
     begin: int
     end: int
     row: int
-    block_size: int
+    """Elements of a row."""
     temporaries: torch.Tensor
 
     def of(self, array: torch.Tensor) -> torch.Tensor:
         return array[self.begin : self.end].view(-1, self.row)
+
+    def of_blocks(self, array: torch.Tensor, block_size: int) -> torch.Tensor:
+        """The rows of an array with one row for each block."""
+        return array[self.begin // block_size : -(-self.end // block_size)]
 
     def temporary(self, number: int) -> torch.Tensor:
         return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
@@ -118,15 +155,6 @@ class _Part:
         bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
         return x.masked_fill_(is_nan, math.nan)
 
-    def normalized(
-        self, grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float
-    ) -> torch.Tensor:
-        """q, in temporary 0."""
-        factor = (
-            inverse[self.begin // self.block_size : -(-self.end // self.block_size)] * grad_scale
-        )
-        return self.temporary(0).copy_(self.of(grad)).mul_(factor[:, None]).clamp_(-CLAMP, CLAMP)
-
 
 def predict(
     weights: torch.Tensor,
@@ -148,8 +176,10 @@ def predict(
         block_size: elements per block.
     """
     temporaries = 3 if weights.dtype in _CUT_BITS else 1
-    for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
-        moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
+    for part in parts_of(grad.numel(), block_size, grad.device, temporaries):
+        factor = (part.of_blocks(inverse, block_size) * grad_scale)[:, None]
+        q = part.temporary(0).copy_(part.of(grad)).mul_(factor).clamp_(-CLAMP, CLAMP)
+        moved = q.mul_(-coefficient)
         arrived = part.of(published).to(grad.device, non_blocking=True)
         part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
 
@@ -160,3 +190,147 @@ def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:
     means = values[:whole].view(-1, block_size).mean(1)
     rest = values[whole:]
     return torch.cat([means, rest.mean().view(1)]) if rest.numel() else means
+
+
+# -- moments of 16 or 8 bits -----------------------------------------------------------------------
+
+
+def loaded(
+    stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and v in fp32: the arrays themselves if they are fp32, else copies.
+
+    Args:
+        stored: m and v, fp32, bfloat16 or codes; 1-D [n], on one device.
+        scales: of codes, uint8 [ceil(n / block_size)] each; empty: they are not coded.
+        block_size: elements per block.
+    """
+    if not scales:
+        return stored[0].float(), stored[1].float()
+    moments = torch.empty(2, stored[0].numel(), dtype=torch.float32, device=stored[0].device)
+    for codes, of_blocks, moment in zip(stored, scales, moments, strict=True):
+        decode(codes, of_blocks, block_size, moment)
+    return moments[0], moments[1]
+
+
+def store(
+    moments: Sequence[torch.Tensor],
+    stored: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    block_size: int,
+    rounding: tuple[int, int] | None = None,
+) -> None:
+    """Write m and v of `loaded` to `stored`, and change them to what that can hold.
+
+    Args:
+        rounding: numbers of the update, and of the first element in its partition, which give the
+            random numbers to round with; None: to the nearest value, for numbers of `loaded`.
+    """
+    if stored[0] is moments[0]:
+        return
+    m = moments[0]
+    halves = _random_halves(*rounding, m.numel(), m.device) if rounding else (None, None)
+    for k, (moment, target, up_by) in enumerate(zip(moments, stored, halves, strict=True)):
+        if scales:
+            encode(moment, target, scales[k], block_size, up_by)
+            decode(target, scales[k], block_size, moment)
+            continue
+        if up_by is not None:
+            is_nan = moment.isnan()
+            moment.view(torch.int32).add_(up_by.to(torch.int32)).bitwise_and_(-0x10000)
+            moment.masked_fill_(is_nan, math.nan)
+        target.copy_(moment)
+
+
+def step_in_fp32(
+    layout: StateLayout,
+    state: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    step: Any,
+    block_size: int,
+    first: int,
+) -> None:
+    """`Passes.take_step` of whole blocks whose moments are kept as `layout` says, but given
+    and changed as fp32: p, m, v, 1-D [n], host."""
+    p, *moments = state
+    blocks = -(-p.numel() // block_size)
+    stored = [
+        moment if not layout.rounding else torch.empty_like(moment, dtype=getattr(torch, dtype))
+        for moment, (_, dtype) in zip(moments, layout.arrays[1:], strict=True)
+    ]
+    scales = [torch.empty(blocks, dtype=torch.uint8, device=p.device) for _ in layout.scales]
+    store(moments, stored, scales, block_size)
+    layout.passes.take_step([p, *stored, *scales], grad, step, block_size, first)
+    for moment, kept in zip(moments, loaded(stored, scales, block_size), strict=True):
+        moment.copy_(kept)
+
+
+def _random_halves(
+    step: int, first: int, numel: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The random numbers below 2^16 that update `step` rounds m and v with, int64 [numel] each;
+    `first` is the number of the first element in its partition."""
+    number = torch.arange(first, first + numel, dtype=torch.int64, device=device)
+    random = number.add_(rounding_key(step)).bitwise_and_(WORD)
+    for shift, factor in zip(HASH_SHIFTS, (*HASH_FACTORS, 1), strict=True):
+        random.bitwise_xor_(random >> shift).mul_(factor).bitwise_and_(WORD)
+    return random & 0xFFFF, random >> 16
+
+
+@torch.no_grad()
+def encode(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block_size: int,
+    up_by: torch.Tensor | None = None,
+) -> None:
+    """Encode whole blocks of a moment.
+
+    Args:
+        values: 1-D fp32 [n], any device; the last block may be shorter.
+        codes: receives their codes: int8 [n] of m, uint8 [n] of v.
+        scales: receives the scale of each block: uint8 [ceil(n / block_size)].
+        block_size: elements per block.
+        up_by: random numbers below 2^16, int64 [n]; None: round to the nearest value.
+    """
+    kind = CODES[dtype_name(codes.dtype)]
+    x = in_blocks(values, block_size)
+    largest = (x.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(1)
+    stored = ((largest.long() + (0x7FFFFF - kind.mantissa)) >> 23) - kind.exponent
+    is_finite = stored <= MOST_SCALE
+    scales.copy_(torch.where(is_finite, stored.clamp(min=1), NOT_FINITE))
+    unit = _units(scales)[:, None]
+    scaled = torch.where(is_finite[:, None], x, 0.0).abs().div_(unit).nan_to_num_(0.0)
+    k = root(scaled).floor_()
+    up = NEAREST if up_by is None else in_blocks(up_by.float(), block_size)
+    k += ((scaled - k * k) * 65536.0) > (k + k + 1.0) * up
+    least = torch.where(x != 0.0, float(kind.least), 0.0)
+    least.masked_fill_(scaled > kind.most**2 / 2, float(kind.least_above_half))
+    k = torch.maximum(k, least).mul_(is_finite[:, None]).copysign_(x)
+    codes.copy_(k.view(-1)[: values.numel()])
+
+
+@torch.no_grad()
+def decode(
+    codes: torch.Tensor, scales: torch.Tensor, block_size: int, values: torch.Tensor
+) -> None:
+    """Decode whole blocks of a moment; the arguments are those of `encode`, and `values` is
+    written."""
+    k = in_blocks(codes, block_size).float()
+    k.mul_(k.abs()).mul_(_units(scales)[:, None])
+    values.copy_(k.view(-1)[: codes.numel()])
+
+
+def in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
+    """View as [blocks, block_size], with a shorter last block padded with zeros."""
+    missing = -values.numel() % block_size
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(
+        -1, block_size
+    )
+
+
+def _units(scales: torch.Tensor) -> torch.Tensor:
+    """The scales as factors, fp32."""
+    factors = (scales.to(torch.int32) << 23).view(torch.float32)
+    return factors.masked_fill(scales == NOT_FINITE, math.nan)

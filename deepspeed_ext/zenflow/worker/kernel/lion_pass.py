@@ -22,23 +22,18 @@ Bit k of the w-th word after the mean (from 0) is that of element 32 w + k; bits
 are zero.
 """
 
-import ctypes
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.zenflow.worker.kernel.passes import Passes, StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import Passes, StateLayout, single
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
+    from torch import Tensor
 
 __all__ = ["LION_STATE", "LionPublish", "LionStep"]
-
-
-def _single(value: float) -> float:
-    """`value` rounded to fp32."""
-    return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +52,12 @@ class LionStep:
     @property
     def complements(self) -> tuple[float, float]:
         """1 - beta1 and 1 - beta2, computed in fp32."""
-        return _single(1.0 - _single(self.beta1)), _single(1.0 - _single(self.beta2))
+        return single(1.0 - single(self.beta1)), single(1.0 - single(self.beta2))
 
     @property
     def decay(self) -> float:
         """The factor of p, rounded once to fp32."""
-        return (
-            _single(1.0 - _single(self.lr) * _single(self.weight_decay))
-            if self.weight_decay > 0.0
-            else 1.0
-        )
+        return single(1.0 - single(self.lr) * single(max(self.weight_decay, 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +86,7 @@ class LionPasses(Passes):
 
     @staticmethod
     def take_step(
-        state: "Sequence[torch.Tensor]",
-        grad: "torch.Tensor",
-        step: LionStep,
-        block_size: int,
-        first: int = 0,
+        state: Sequence[Tensor], grad: Tensor, step: LionStep, block_size: int, first: int = 0
     ) -> None:
         """As in the base class. fp64 holds a product of two fp32 numbers, so each sum is rounded as
         if it were fused."""
@@ -114,14 +101,14 @@ class LionPasses(Passes):
     @staticmethod
     def publish(
         publish: LionPublish,
-        state: "Sequence[torch.Tensor]",
+        state: Sequence[Tensor],
         block_size: int,
-        published: "torch.Tensor",
-        per_block: "torch.Tensor | None",
+        published: Tensor,
+        per_block: Tensor | None,
     ) -> None:
         import torch
 
-        from deepspeed_ext.zenflow.worker.kernel.definition import block_means
+        from deepspeed_ext.zenflow.worker.kernel.definition import block_means, in_blocks
 
         p, m = state
         published.copy_(p * publish.p_factor)
@@ -129,12 +116,10 @@ class LionPasses(Passes):
             return
         known = per_block.view(-1, LION_STATE.per_block_width(block_size))
         known[:, 0] = block_means(m.abs(), block_size).view(torch.int32)
-        signs = m.new_zeros(len(known), block_size + -block_size % 32, dtype=torch.int64)
-        rows = signs[:, :block_size].reshape(-1)
-        rows[: m.numel()] = m.signbit()
-        signs[:, :block_size] = rows.view(len(known), block_size)
-        words = signs.view(len(known), -1, 32) << torch.arange(32, device="cpu", dtype=torch.int64)
-        known[:, 1:] = words.sum(2).to(torch.int32)
+        signs = in_blocks(m.signbit().long(), block_size)
+        bits = torch.nn.functional.pad(signs, (0, -block_size % 32)).view(len(known), -1, 32)
+        words = (bits << torch.arange(32, device="cpu", dtype=torch.int64)).sum(2)
+        known[:, 1:] = words.to(torch.int32)
 
 
 LION_STATE = StateLayout(

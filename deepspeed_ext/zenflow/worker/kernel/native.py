@@ -1,64 +1,107 @@
-"""Calls the C++ passes (``*.cpp``) through ctypes. Does not import torch, which keeps the worker
-small."""
+"""Finds the native kernel, an optional library beside this file, which ``pip install`` builds or a
+wheel contains, and calls its C++ passes (``*.cpp``) through ctypes. Does not import torch, which
+keeps the worker small. ``DSEXT_NATIVE_KERNEL=0`` disables it.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES, Array, Pass
-from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
+from deepspeed_ext.runtime.log import is_off, warn_once
+from deepspeed_ext.zenflow.worker.kernel.passes import (
+    DTYPE_BYTES,
+    DTYPE_CODES,
+    WORD,
+    Array,
+    Kernel,
+    Pass,
+    rounding_key,
+)
 
-__all__ = ["NativeKernel", "open_library"]
+__all__ = ["BUILT", "NativeKernel", "library_path", "open_library"]
 
-ABI_VERSION = 20
+ABI_VERSION = 21
+BUILT = Path(__file__).parent / "_adam_pass.so"
+"""The library. Its name has no Python version, because it does not use Python."""
+
+_ADDRESS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_SIGNATURES = {
+    "dsext_decode": [_ADDRESS, _ADDRESS, _ADDRESS, _LONG, _LONG, _INT],
+    "dsext_first_touch": [_ADDRESS, _LONG, _LONG, _LONG, _LONG, _INT, _ADDRESS],
+    "dsext_thread_ids": [_ADDRESS, _INT],
+}
+
+
+def library_path() -> str | None:
+    """Return the path of the native kernel, or ``None`` to use the reference.
+
+    Unless it is disabled, a kernel that is not available causes a warning with the reason.
+    """
+    if is_off("DSEXT_NATIVE_KERNEL"):
+        return None
+    why = f"{BUILT} does not exist: deepspeed_ext was installed without a C++ compiler"
+    if BUILT.exists():
+        try:
+            open_library(str(BUILT))
+            return str(BUILT)
+        except (OSError, AttributeError) as error:
+            why = f"{BUILT} does not load ({error})"
+    warn_once(
+        "ZenFlow's optimizer step uses torch operations, several times slower than the native "
+        f"kernel: {why}. Install the wheel, or install a C++ compiler and reinstall "
+        "deepspeed_ext; DSEXT_NATIVE_KERNEL=0 accepts this"
+    )
+    return None
 
 
 def open_library(path: str) -> ctypes.CDLL:
     """Load the library.
 
     Raises:
-        OSError: the file cannot be loaded, or has another version.
+        OSError: the file cannot be loaded, is incomplete, or has another version.
     """
+    _require_whole(path)
     library = ctypes.CDLL(path)
     if library.dsext_version() != ABI_VERSION:
         raise OSError(f"{path} does not have ABI version {ABI_VERSION}: rebuild the native kernel")
-    signatures = {
-        "dsext_decode": [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_int32],
-        "dsext_first_touch": [
-            ctypes.c_void_p,
-            *[ctypes.c_int64] * 4,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-        ],
-        "dsext_passers": [
-            ctypes.POINTER(ctypes.c_int32),
-            *[ctypes.c_int64] * 2,
-            ctypes.c_int32,
-        ],
-        "dsext_thread_ids": [ctypes.POINTER(ctypes.c_int32), ctypes.c_int32],
-    }
-    for name, arguments in signatures.items():
+    for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     return library
+
+
+def _require_whole(path: str) -> None:
+    """Raise `OSError` for a library that an interrupted copy has cut: loading it would end the
+    process with SIGBUS. The table of sections is the end of an ELF file."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+    if header[:4] == b"\x7fELF" and len(header) == 64:
+        begin, size, count = struct.unpack("=Q10xHH", header[40:62])
+        wanted, found = begin + size * count, os.path.getsize(path)
+        if found < wanted:
+            raise OSError(f"{path} has {found:,} of {wanted:,} bytes: install it again")
 
 
 class _Arguments(ctypes.Structure):
     """``Pass`` of passes.h, and after it the optimizer's numbers."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("p", "grad", "published", "per_block")),
-        *((name, ctypes.c_void_p * 2) for name in ("moments", "scales")),
-        *((name, ctypes.c_int64) for name in ("numel", "block_size")),
-        *((name, ctypes.c_int32) for name in ("grad_dtype", "published_dtype", "moment_dtype")),
-        *((name, ctypes.c_int32) for name in ("steps", "peeks", "threads", "vectors")),
+        *((name, _ADDRESS) for name in ("p", "grad", "published", "per_block")),
+        *((name, _ADDRESS * 2) for name in ("moments", "scales")),
+        *((name, _LONG) for name in ("numel", "block_size")),
+        *((name, _INT) for name in ("grad_dtype", "published_dtype", "moment_dtype")),
+        *((name, _INT) for name in ("steps", "peeks", "threads", "vectors")),
         ("first", ctypes.c_uint32),
         ("numbers", ctypes.c_float * 16),
     ]
 
     @classmethod
-    def of(cls, work: Pass, threads: int, vectors: bool) -> "_Arguments":
+    def of(cls, work: Pass, threads: int, vectors: bool) -> _Arguments:
         """The arguments of a pass."""
         grad, kinds = work.grad or work.published, len(work.layout.kinds)
         addresses = tuple(array.address for array in work.state)
@@ -75,7 +118,7 @@ class _Arguments(ctypes.Structure):
         )
 
 
-class NativeKernel:
+class NativeKernel(Kernel):
     """Runs passes with the shared library at ``library``, on ``threads`` threads: the caller's, and
     others that the library starts at the first pass and keeps.
 
@@ -93,64 +136,54 @@ class NativeKernel:
         self._threads = self._most = threads
         self._vectors = vectors
 
-    def limit(self, threads: int) -> None:
-        """Let later passes run on the first `threads` threads only; results are the same."""
-        self._threads = max(1, min(threads, self._most))
-
     def run(self, work: Pass) -> None:
-        """See `Kernel.run`. The call releases the interpreter lock."""
+        """See the base class. The call releases the interpreter lock."""
         arguments = _Arguments.of(work, self._threads, self._vectors)
         getattr(self._library, work.layout.passes.function)(ctypes.byref(arguments))
 
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
-        """See `Kernel.decode`. On the calling thread alone, without the interpreter lock."""
         addresses = codes.address, scales.address, values.address
         self._library.dsext_decode(*addresses, codes.numel, block_size, codes.dtype == "uint8")
 
-    def first_touch(
+    def touch(
         self,
-        address: int,
-        nbytes: int,
-        *,
-        block_bytes: int = 1,
-        block_size: int = 1,
-        blocks_per_chunk: int | None = None,
+        array: Array,
+        per_block: int,
+        block_size: int,
+        chunk_numel: int | None = None,
         touchers: Any = None,
     ) -> None:
-        """Touch every page of an array on the thread that will process it, which places the page on
-        that thread's memory node.
+        """See the base class.
 
         Args:
-            block_bytes: bytes of the array for one block.
-            block_size: elements of a block.
-            blocks_per_chunk: blocks of a pass; None: one pass goes over all.
             touchers: ctypes int32 array that receives the thread id for each page; None: not
                 wanted.
         """
-        most = max(1, -(-nbytes // block_bytes))
-        blocks = min(blocks_per_chunk or most, most)
-        self._library.dsext_first_touch(
-            address, nbytes, block_bytes, block_size, blocks, self._threads, touchers
-        )
+        block_bytes = per_block * DTYPE_BYTES[array.dtype]
+        blocks = max(1, -(-array.nbytes // block_bytes))
+        if chunk_numel is not None:
+            blocks = min(blocks, chunk_numel // block_size)
+        where = array.address, array.nbytes, block_bytes, block_size, blocks
+        self._library.dsext_first_touch(*where, self._threads, touchers)
 
-    def passers(self, numel: int, block_size: int) -> list[int]:
-        """For each of `numel` elements, the id of the thread on which a pass processes it."""
-        found = (ctypes.c_int32 * numel)()
-        self._library.dsext_passers(found, numel, block_size, self._threads)
-        return list(found)
+    def limit(self, threads: int) -> None:
+        self._threads = max(1, min(threads, self._most))
+
+    def thread_ids(self) -> list[int]:
+        """The Linux thread id of each thread. If a limit allows fewer, the calling thread has the
+        places of the missing ones, too."""
+        numbers = (ctypes.c_int32 * self._threads)()
+        self._library.dsext_thread_ids(numbers, self._threads)
+        return list(numbers)
 
     def pin(self, cpus: Sequence[int]) -> None:
-        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. If a
-        limit allows fewer threads, the calling thread does the work of the missing ones, too, on
-        its own CPU.
+        """See the base class. The calling thread is bound to the first CPU.
 
         Raises:
             OSError: the system refuses it.
         """
-        numbers = (ctypes.c_int32 * self._threads)()
-        self._library.dsext_thread_ids(numbers, self._threads)
         first: dict[int, int] = {}
-        for number, cpu in zip(numbers, cpus, strict=False):
+        for number, cpu in zip(self.thread_ids(), cpus, strict=False):
             first.setdefault(number, cpu)
         for number, cpu in first.items():
             os.sched_setaffinity(number, {cpu})

@@ -1,35 +1,87 @@
-"""Defines what a pass is: one optimizer's step over one partition in host memory. Plain values, no
-torch.
+"""Defines what a pass is: one optimizer's step over one partition in host memory; and how the
+moments that it steps are kept. Plain values, no torch.
 
 An optimizer's own part is a `Passes`: its constants, what it publishes and its arithmetic
-(`adam_pass`, `lion_pass`). `native` and `reference` run the passes of any.
+(`adam_pass`, `lion_pass`). A `Kernel` runs the passes of any: `native` or `reference`.
+
+# Note: [rounded moments]
+
+Moments have 32, 16 or 8 bits (``zenflow.state_dtype``). Rounding to nearest would lose every change
+below half a step of the coarse type, and v changes by a thousandth per update, where bfloat16 has
+steps of 1/256. So the moments are rounded up or down at
+random, such that the mean is right (stochastic rounding; Gupta et al., 2015, arXiv 1502.02551). The
+random numbers depend only on the numbers of the update and of the element, so they are the same in
+a resumed run and for any division into threads or chunks::
+
+    r = hash(i + hash(t))      32 bits; i: the element's number in its partition, t: the update's
+    r' = the lower half of r for m, the upper half for v
+    x rounded = the upper half of the bits of x + r'
+
+A NaN stays a NaN. The hash is "lowbias32" of Wellons (github.com/skeeto/hash-prospector); sums and
+products in it are those of 32-bit integers.
+
+With 8 bits each element has a code and each block of the rule a scale, a power of two::
+
+    value = s k |k|          k: -123..123 for m, 0..239 for v
+    s = 2^e, -126 <= e <= 111, the least with |x| <= s K^2 in the whole block
+                             K: 123 for m, 239 for v
+    k = floor(sqrt(|x| / s)), and one more if 2^16 (|x| / s - k^2) > r' (2 k + 1)
+
+Steps between values grow as the root of the value, so a block holds magnitudes from 1 to K^2;
+products with s are exact. A scale is stored as one byte, e + 127. 255 means that no e is large
+enough, or that the block has a NaN or an infinity: then the whole block is NaN. Zeroed memory
+decodes to zeros.
+
+Two exceptions. A v above 0 has at least code 1, so that m / sqrt(v) stays small where v is small
+beside the rest of its block. And a value above s K^2 / 2 has at least the smallest code j that
+stands for more than that, so that the block's largest value needs the same scale when it is encoded
+again. So encoding decoded values gives the same codes, whatever r' is: moments can be read as fp32
+and loaded to the bit. Values loaded from elsewhere are rounded to nearest: r' = 2^15.
+
+The second exception raises values between s K^2 / 2 and s j^2, so a value that falls by less than
+the width of that range per update would be stuck. K is chosen to make the range narrow: 2 j^2 - K^2
+is 1 of 57121 for v (239 / 169 is a convergent of the root of 2), a fiftieth of what a beta2 of
+0.999 takes away, and 9 of 15129 for m. With K = 255 and 127 it would be 0.8 and 0.4 %, and v of a
+block could not fall below code 181.
 """
 
+from __future__ import annotations
+
+import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_BLOCK
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
+    from torch import Tensor
 
 __all__ = [
     "ACCELERATOR_CHUNK_NUMEL",
+    "CODES",
+    "CODE_DTYPES",
     "DTYPE_BYTES",
     "DTYPE_CODES",
+    "HASH_FACTORS",
+    "HASH_SHIFTS",
     "HOST_CHUNK_NUMEL",
+    "LARGEST_BLOCK",
+    "MOST_SCALE",
+    "NEAREST",
+    "NOT_FINITE",
     "ROUNDED_CHUNK_NUMEL",
     "SHOWN_NUMEL",
+    "WORD",
     "Array",
+    "Kernel",
     "Pass",
     "Passes",
     "StateLayout",
     "StepConstants",
     "chunk_of",
     "dtype_name",
+    "rounding_key",
+    "single",
 ]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
@@ -48,6 +100,47 @@ _ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
 """Temporaries per element while torch operations round its moments at random, by their dtype: three
 numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
 
+WORD = 0xFFFFFFFF
+HASH_FACTORS = (0x7FEB352D, 0x846CA68B)
+HASH_SHIFTS = (16, 15, 16)
+
+CODE_DTYPES = ("int8", "uint8")
+"""Dtypes of the codes of m and of v."""
+LARGEST_BLOCK = 256
+"""Elements of the largest block with one scale; in a larger one, most values would be small beside
+the largest."""
+MOST_SCALE = 238
+"""The largest finite scale, as stored: with it, even the largest code decodes to a finite value."""
+NOT_FINITE = 255
+NEAREST = 1 << 15
+"""r' that rounds to the nearest value."""
+
+
+class Codes(NamedTuple):
+    """Constants in which the codes of m and v differ."""
+
+    most: int
+    """K."""
+    mantissa: int
+    """The fraction bits of K^2 in fp32."""
+    exponent: int
+    """Its exponent."""
+    least_above_half: int
+    """The least code k with k^2 > K^2 / 2."""
+    least: int
+    """The least code of a value that is not zero."""
+
+
+CODES = {"int8": Codes(123, 0x6C6400, 13, 87, 0), "uint8": Codes(239, 0x5F2100, 15, 169, 1)}
+
+
+def rounding_key(step: int) -> int:
+    """``hash(t)`` of update number `step`."""
+    value = step & WORD
+    for shift, factor in zip(HASH_SHIFTS, (*HASH_FACTORS, 1), strict=True):
+        value = ((value ^ (value >> shift)) * factor) & WORD
+    return value
+
 
 def chunk_of(chunk_numel: int, block_size: int) -> int:
     """`chunk_numel` rounded down to whole blocks, but at least one block."""
@@ -59,6 +152,11 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def single(value: float) -> float:
+    """`value` rounded to fp32."""
+    return ctypes.c_float(value).value
+
+
 class Array(NamedTuple):
     """A contiguous 1-D array in host memory."""
 
@@ -67,7 +165,12 @@ class Array(NamedTuple):
     """A key of `DTYPE_BYTES`."""
     numel: int
 
-    def part(self, begin: int, end: int) -> "Array":
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    def part(self, begin: int, end: int) -> Array:
         """Its elements from `begin` to `end` (exclusive)."""
         assert 0 <= begin <= end <= self.numel
         return Array(self.address + begin * DTYPE_BYTES[self.dtype], self.dtype, end - begin)
@@ -106,11 +209,7 @@ class Passes(ABC):
     @staticmethod
     @abstractmethod
     def take_step(
-        state: "Sequence[torch.Tensor]",
-        grad: "torch.Tensor",
-        step: Any,
-        block_size: int,
-        first: int = 0,
+        state: Sequence[Tensor], grad: Tensor, step: Any, block_size: int, first: int = 0
     ) -> None:
         """Take one step of a chunk in place, in torch operations.
 
@@ -122,26 +221,14 @@ class Passes(ABC):
             first: number of the chunk's first element in its partition, where a block begins.
         """
 
-    @classmethod
-    def take_host_step(
-        cls,
-        state: "Sequence[torch.Tensor]",
-        grad: "torch.Tensor",
-        step: Any,
-        block_size: int,
-        first: int = 0,
-    ) -> None:
-        """As `take_step`, in the worker without its native library."""
-        cls.take_step(state, grad, step, block_size, first)
-
     @staticmethod
     @abstractmethod
     def publish(
         publish: Any,
-        state: "Sequence[torch.Tensor]",
+        state: Sequence[Tensor],
         block_size: int,
-        published: "torch.Tensor",
-        per_block: "torch.Tensor | None",
+        published: Tensor,
+        per_block: Tensor | None,
     ) -> None:
         """Compute y of a chunk, in torch operations, and the per-block array unless it is None;
         `state` as for `take_step`."""
@@ -161,7 +248,7 @@ class StateLayout:
             block.
         steps_on_accelerator: whether whole blocks may step there (`OptimizerKind.step_rows`).
         moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each
-            block (`rounding`).
+            block (Note: [rounded moments]).
     """
 
     name: str
@@ -216,9 +303,8 @@ class StateLayout:
     def shown(self) -> tuple[str, ...]:
         """Kinds of the arrays that show the moments to others: the moments themselves or, if they
         are coded, fp32 arrays that take memory only while they are shown."""
-        return (
-            tuple(f"{kind}_shown" for kind in self.kinds[1:]) if self.is_coded else self.kinds[1:]
-        )
+        moments = self.kinds[1:]
+        return tuple(f"{kind}_shown" for kind in moments) if self.is_coded else moments
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -263,23 +349,57 @@ class Pass:
     peeks: bool = False
 
     def __post_init__(self) -> None:
-        n, layout, kept = self.numel, self.layout, self.state[len(self.layout.kinds) :]
-        blocks = -(-n // self.block_size)
+        n, layout, known = self.numel, self.layout, self.per_block
+        blocks, scales = -(-n // self.block_size), self.state[len(layout.kinds) :]
         assert (self.grad is None) is (self.step is None), "one gradient per step"
         assert not self.peeks or self.step is not None, "a peek has a step"
         elements = [*self.state[: len(layout.kinds)], self.published, self.grad or self.published]
         assert {a.numel for a in elements} == {n}, "arrays of one partition"
-        assert [a.dtype for a in self.state] == [
-            *(dtype for _, dtype in layout.arrays),
-            *("uint8" for _ in layout.scales),
-        ], "the state's dtypes"
-        assert all(scales.numel == blocks for scales in kept)
-        assert not kept or self.block_size <= LARGEST_BLOCK
-        if self.per_block is not None:
+        dtypes = [*(dtype for _, dtype in layout.arrays), *["uint8"] * len(layout.scales)]
+        assert [a.dtype for a in self.state] == dtypes, "the state's dtypes"
+        assert all(each.numel == blocks for each in scales)
+        assert not scales or self.block_size <= LARGEST_BLOCK
+        if known is not None:
             entries = blocks * layout.per_block_width(self.block_size)
-            assert (self.per_block.dtype, self.per_block.numel) == (layout.per_block[1], entries)
+            assert (known.dtype, known.numel) == (layout.per_block[1], entries)
 
     @property
     def numel(self) -> int:
         """n."""
         return self.state[0].numel
+
+
+class Kernel(ABC):
+    """Runs passes."""
+
+    name: ClassVar[str]
+    """``native`` or ``reference``, for logs and checkpoints."""
+
+    @abstractmethod
+    def run(self, work: Pass) -> None:
+        """Run one pass; returns once memory holds the result."""
+
+    @abstractmethod
+    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
+        """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n] on the calling thread
+        alone; a last block may be shorter."""
+
+    @abstractmethod
+    def touch(
+        self, array: Array, per_block: int, block_size: int, chunk_numel: int | None = None
+    ) -> None:
+        """Write to every page of an array without changing it, if possible on the thread that will
+        process it, which places the page on that thread's memory node.
+
+        Args:
+            per_block: entries of the array for one block.
+            block_size: elements of a block.
+            chunk_numel: elements of a pass, whole blocks; None: one pass goes over all.
+        """
+
+    def limit(self, threads: int) -> None:  # noqa: B027 - no kernel has to
+        """Let later passes run on the first `threads` threads only; results are the same. By
+        default without effect."""
+
+    def pin(self, cpus: Sequence[int]) -> None:  # noqa: B027
+        """Bind each thread to one of ``cpus``, in order. By default without effect."""

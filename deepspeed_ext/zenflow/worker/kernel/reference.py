@@ -1,15 +1,17 @@
 """Runs passes in chunked torch operations: the fallback of the native kernel, and what tests
 compare it with."""
 
+from __future__ import annotations
+
 import ctypes
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from deepspeed_ext.runtime.process import make_first_calls
-from deepspeed_ext.zenflow.worker.kernel.moments import decode
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, Array, Pass
+from deepspeed_ext.zenflow.worker.kernel.definition import decode
+from deepspeed_ext.zenflow.worker.kernel.passes import Array, Kernel, Pass
 
 __all__ = ["ReferenceKernel"]
 
@@ -18,16 +20,14 @@ _START_SECONDS = 60.0
 # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
 _CHUNK_NUMEL = 128 * 1024
 
-make_first_calls()
-
 
 def as_tensor(array: Array) -> torch.Tensor:
     """View ``array`` as a 1-D CPU tensor. The memory must outlive the tensor."""
-    buffer = (ctypes.c_char * (array.numel * DTYPE_BYTES[array.dtype])).from_address(array.address)
+    buffer = (ctypes.c_char * array.nbytes).from_address(array.address)
     return torch.frombuffer(buffer, dtype=getattr(torch, array.dtype), count=array.numel)
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
 
     Each thread processes whole chunks and runs its operations alone: operations split among threads
@@ -47,17 +47,20 @@ class ReferenceKernel:
         self._chunk_numel = chunk_numel
 
     def run(self, work: Pass) -> None:
-        """See `Kernel.run`."""
         if work.numel == 0:
             return
         block, layout, passes = work.block_size, work.layout, work.layout.passes
-        chunk = max(1, self._chunk_numel // block) * block
-        elements, entries = len(layout.kinds), chunk // block * layout.per_block_width(block)
-        sizes = [chunk if at < elements else chunk // block for at in range(len(work.state))]
-        arrays = [as_tensor(a).split(size) for a, size in zip(work.state, sizes, strict=True)]
-        published = as_tensor(work.published).split(chunk)
-        grads = () if work.grad is None else as_tensor(work.grad).split(chunk)
-        per_block = () if work.per_block is None else as_tensor(work.per_block).split(entries)
+        blocks = max(1, self._chunk_numel // block)
+        chunk, elements = blocks * block, len(layout.kinds)
+
+        def split(array: Array | None, size: int) -> Sequence[torch.Tensor]:
+            return () if array is None else as_tensor(array).split(size)
+
+        arrays = [split(each, chunk) for each in work.state[:elements]]
+        arrays += [split(each, blocks) for each in work.state[elements:]]
+        published, grads = split(work.published, chunk), split(work.grad, chunk)
+        known = None if work.peeks else work.per_block
+        per_block = split(known, blocks * layout.per_block_width(block))
 
         def run_chunk(i: int) -> None:
             with torch.no_grad():
@@ -65,15 +68,20 @@ class ReferenceKernel:
                 if work.peeks:
                     state = [array.clone() for array in state]
                 if grads:
-                    passes.take_host_step(state, grads[i], work.step, block, work.first + i * chunk)
-                known = per_block[i] if per_block and not work.peeks else None
+                    passes.take_step(state, grads[i], work.step, block, work.first + i * chunk)
+                known = per_block[i] if per_block else None
                 passes.publish(work.publish, state, block, published[i], known)
 
         list(self._pool.map(run_chunk, range(len(published))))
 
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
-        """See `Kernel.decode`. In the calling thread."""
         decode(as_tensor(codes), as_tensor(scales), block_size, as_tensor(values))
+
+    def touch(
+        self, array: Array, per_block: int, block_size: int, chunk_numel: int | None = None
+    ) -> None:
+        """See the base class; in the calling thread."""
+        as_tensor(array).neg_().neg_()
 
 
 def _undivided_threads(number: int) -> ThreadPoolExecutor:

@@ -19,7 +19,6 @@ from deepspeed_ext.commands.memory.fit import (
     SAME_TIME,
     Fit,
     Question,
-    faster,
     fits,
     lanes_on,
     nearest,
@@ -159,8 +158,6 @@ def test_what_fits_leaves_the_reserve_and_room_for_activations(
     assert inexactness(best.setup) == min(inexactness(fit.setup) for fit in fitting)
     rivals = [fit for fit in fitting if inexactness(fit.setup) == inexactness(best.setup)]
     assert best.seconds <= min(fit.seconds for fit in rivals) / SAME_TIME
-    other = faster(found)
-    assert other is None or (other in fitting and other.seconds < SAME_TIME * best.seconds)
 
 
 @pytest.mark.parametrize(

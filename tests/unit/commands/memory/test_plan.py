@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -13,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.arguments import numel as numel_of
@@ -234,51 +230,6 @@ def test_without_a_config_torch_is_not_imported() -> None:
     assert "ZenFlow exact rule" in done.stdout
 
 
-words = st.one_of(
-    st.sampled_from(
-        ["7e9", "7B", "1", "8", "0", "bf16", "fp32", "nothing.json", ".", "", "-1", "nan"]
-    ),
-    st.text(max_size=8).filter(lambda text: text not in ("-h", "--help")),
-)
-options = st.sampled_from(
-    [
-        "--params",
-        "--ranks",
-        "--ranks-per-host",
-        "--dtype",
-        "--config",
-        "--model",
-        "--gpu-gb",
-        "--link-gbps",
-        "--card",
-        "--host",
-        "--seq-len",
-        "--json",
-        "--root",
-        "--memory",
-    ]
-)
-
-
-@settings(deadline=None, max_examples=150)
-@given(arguments=st.lists(st.tuples(options, words), max_size=6), complete=st.booleans())
-def test_any_arguments_end_with_status_0_or_2(
-    arguments: list[tuple[str, str]], complete: bool
-) -> None:
-    given_words = [
-        word
-        for pair in arguments
-        for word in (pair[:1] if pair[0] in ("--json", "--memory") else pair)
-    ]
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = status_of([*(NEEDED if complete else ["--memory"]), *given_words])
-    assert status in (0, 2)
-    assert err.getvalue().count("\n") == (1 if status else 0)
-    if status == 0 and "--json" in given_words:
-        assert json.loads(out.getvalue())["ways"]
-
-
 MEASURED_ON_AN_H100 = [
     ("ZeRO-Offload", Setup(stage=2, offload=True, pins=True), 32.36, 20.125),
     ("ours", Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1)), 18.40, None),
@@ -319,7 +270,6 @@ def test_the_answer_comes_first_with_what_to_write_and_what_it_costs(
     zenflow = {"update_rule": "exact", "state_dtype": "bfloat16", "gradients_on_host": True}
     assert written == {"stage": 2, "zenflow": zenflow}
     assert "cost in loss within 0.3 %" in lines[2]
-    assert lines[3].startswith("Faster: ")
     assert "RTX 4090; desktop" in "".join(lines)
     assert len(lines) < 28
 
@@ -346,17 +296,6 @@ def test_what_does_not_fit_has_alternatives(
     assert report_of([*arguments, "--seq-len", "1024"], capsys)[0].startswith("It fits: ")
     assert status_of([*arguments[1:], "--write", str(tmp_path / "ds.json")]) == 2
     assert not list(tmp_path.iterdir())
-
-
-def test_stage_3_is_named_where_it_hides_what_stage_2_waits_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    section = {"update_rule": "exact", "gradients_on_host": True}
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "zenflow": section}}
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    lines = report_of([*DESKTOP, "192", "--config", str(tmp_path / "ds.json")], capsys)
-    (told,) = (line for line in lines if line.startswith("Stage 3 with "))
-    assert told.endswith("hides 585 ms of the 1,942 ms that every step waits at stage 2.")
 
 
 def test_a_config_is_shown_by_kind_and_phase(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,8 @@ from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.definition import predict
+from deepspeed_ext.zenflow.worker.kernel.definition import predict, root
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
-from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
 STEPS = [
@@ -54,7 +53,15 @@ EXACT = {
         "masked_fill_",
     ),
     *("neg", "copysign_", "bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
-    *("full", "scalar_tensor", "lift_fresh", "_local_scalar_dense", "unbind", "bitwise_and"),
+    *(
+        "full",
+        "fill_",
+        "scalar_tensor",
+        "lift_fresh",
+        "_local_scalar_dense",
+        "unbind",
+        "bitwise_and",
+    ),
     *("__lshift__", "abs", "amax", "maximum", "floor_", "eq", "gt", "le", "isnan", "masked_fill"),
     "nan_to_num_",
 }

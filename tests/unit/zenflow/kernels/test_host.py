@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernels import host, launch
 from deepspeed_ext.zenflow.worker.kernel import definition
-from deepspeed_ext.zenflow.worker.kernel.library import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from tests.support.same import assert_same
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

@@ -12,7 +12,7 @@ import torch
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, adam_pass
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.moments import loaded, step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import loaded, step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import HOST_CHUNK_NUMEL
 from tests.support.meter import LiveBytes
 from tests.support.same import assert_same

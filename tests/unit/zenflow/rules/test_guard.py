@@ -27,8 +27,8 @@ from deepspeed_ext.zenflow.rules.guard import (
     drawn,
 )
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.worker.kernel.definition import decode
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
-from deepspeed_ext.zenflow.worker.kernel.moments import decode
 
 
 def walk(schedule: PredictiveSchedule, steps: int) -> list:

@@ -69,10 +69,8 @@ def test_arrays_that_are_read_together_begin_apart(
         big = [places[spec.key].offset for spec in partition if spec.nbytes >= MIB]
         assert len({offset % PAGE for offset in big}) == len(big)
         pages = sorted(offset % MIB // PAGE for offset in big)
-        assert all(
-            after - before >= 3
-            for before, after in itertools.pairwise([*pages, pages[0] + MIB // PAGE])
-        )
+        around = itertools.pairwise([*pages, pages[0] + MIB // PAGE])
+        assert all(after - before >= 3 for before, after in around)
 
 
 def test_as_many_arrays_as_a_page_has_lines_begin_on_different_ones() -> None:
@@ -162,7 +160,7 @@ def test_discarded_memory_is_given_back_and_reads_as_zero() -> None:
     assert not tensor.any()
 
 
-@pytest.mark.parametrize("refused", ["memfd_create", "ftruncate"])
+@pytest.mark.parametrize("refused", ["memfd_create", "ftruncate", "mmap"])
 def test_a_refused_arena_is_one_error_and_leaves_no_descriptor(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +171,10 @@ def test_a_refused_arena_is_one_error_and_leaves_no_descriptor(
         raise OSError(errno.EMFILE, "Too many open files")
 
     before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(os, refused, refuse)
+    if refused == "mmap":
+        monkeypatch.setattr(arena_module, "_map", refuse)
+    else:
+        monkeypatch.setattr(os, refused, refuse)
     with pytest.raises(UnsupportedError, match="Raise the limit on open files"):
         Arena.create(plan_layout([ArraySpec("a", "float32", 5)]))
     assert os.listdir("/proc/self/fd") == before

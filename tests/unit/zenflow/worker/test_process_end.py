@@ -40,15 +40,25 @@ def test_the_process_ends_when_its_object_is_deleted() -> None:
 
 
 @pytest.mark.parametrize("stepping", [False, True], ids=["idle", "stepping"])
-def test_killed_worker_is_an_error_at_once(stepping: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGKILL, r"SIGKILL.*exit status -9.*checkpoint"),
+        (signal.SIGBUS, r"SIGBUS.*lower host memory use"),  # no page is left for the arena
+        (signal.SIGRTMIN + 1, rf"killed by signal {signal.SIGRTMIN + 1} "),
+    ],
+)
+def test_a_killed_worker_is_an_error_at_once_that_says_how_it_ended(
+    number: int, says: str, stepping: bool
+) -> None:
     with running(numel=4_000_000, timeout_seconds=600.0) as (arena, process):
         if stepping:
             arena.tensor("g").fill_(1.0)
             process.submit([PASS] * 2000)
             wait_until(lambda: bool(arena.tensor("m")[-1]), "the end of the first pass")
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.pid, number)
         begin = time.monotonic()
-        with pytest.raises(WorkerError, match=r"rank 3.*SIGKILL.*exit status -9.*checkpoint"):
+        with pytest.raises(WorkerError, match=rf"rank 3.*{says}"):
             step_for_ever(process)
         assert time.monotonic() - begin < GENEROUS_SECONDS
 
@@ -60,14 +70,6 @@ def test_the_worker_ignores_interrupts() -> None:
         os.kill(process.pid, signal.SIGINT)
         process.submit([PASS])
         assert process.wait().number == 1
-
-
-def test_a_bus_error_is_reported_as_missing_memory() -> None:
-    """A worker gets SIGBUS if the machine has no page left for the arena."""
-    with running() as (_, process):
-        os.kill(process.pid, signal.SIGBUS)
-        with pytest.raises(WorkerError, match=r"SIGBUS.*lower host memory use"):
-            step_for_ever(process)
 
 
 TRAINER = """
@@ -140,10 +142,3 @@ def test_the_end_of_an_idle_worker_is_noticed() -> None:
         for ask in (process.require_alive, process.wait, process.require_alive):
             with pytest.raises(WorkerError, match="SIGKILL"):
                 ask()
-
-
-def test_a_signal_without_a_name_is_reported_by_number() -> None:
-    with running() as (_, process):
-        os.kill(process.pid, signal.SIGRTMIN + 1)
-        with pytest.raises(WorkerError, match=rf"killed by signal {signal.SIGRTMIN + 1} "):
-            step_for_ever(process)

@@ -1,16 +1,8 @@
-"""The worker's Adam pass: equals torch.optim, does not depend on threads or pieces, works without a
-compiler."""
+"""The worker's Adam pass: equals torch.optim, in the native library and in torch operations."""
 
-import copy
-import ctypes
 import itertools
-import mmap
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,98 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish, reference
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, reference
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
 from tests.perf import bench_cpu_adam
-from tests.support.kernels import DTYPES, KERNELS, LIBRARY, make_kernel, make_pass, needs_native
-from tests.support.same import assert_same
-
-MOMENTS = ["float32", "bfloat16"]
-
-
-PLAIN = (1.0, 0.0, 0.0, 0.0)
-
-
-class Problem:
-    """The tensors of one partition, and gradients for it."""
-
-    def __init__(
-        self,
-        n: int,
-        steps: int,
-        grad_dtype: str = "bfloat16",
-        publish_dtype: str = "bfloat16",
-        block: int = 32,
-        moments: str = "float32",
-    ) -> None:
-        g = torch.Generator().manual_seed(n + steps)
-        self.block = block
-        self.found = {
-            "p": torch.randn(n, generator=g) * 0.1,
-            "m": (torch.randn(n, generator=g) * 1e-3).to(DTYPES[moments]),
-            "v": (torch.rand(n, generator=g) * 1e-4).to(DTYPES[moments]),
-            "y": torch.zeros(n, dtype=DTYPES[publish_dtype]),
-            "block_means": torch.zeros(-(-n // block)),
-        }
-        self.grads = [
-            (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)
-        ]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.found[name]
-
-    def run(
-        self,
-        kernel: Kernel,
-        steps: list[AdamStep],
-        publish: tuple[float, float, float, float] = PLAIN,
-        part: tuple[int, int] | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """A pass for each of `steps`; only the last publishes as `publish` says. Without any, one
-        that only publishes."""
-        for number, (step, grad) in enumerate(zip(steps, self.grads, strict=False), start=1):
-            how = Publish(
-                *(publish if number == len(steps) else PLAIN), step.bias_correction2_sqrt, step.eps
-            )
-            kernel.run(make_pass(self.found, self.block, how, grad, step, part))
-        if not steps:
-            kernel.run(make_pass(self.found, self.block, Publish(*publish, 1.0, 1e-8), part=part))
-        return self.found
-
-
-def adam_steps(
-    count: int, first: int = 1, decoupled: bool = True, **changes: Any
-) -> list[AdamStep]:
-    base = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled, first, 0.5)
-    return [replace(base, step=first + k, lr=1e-3 * (1 + 0.1 * k), **changes) for k in range(count)]
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("l2", [0.0, 1e-3], ids=["plain", "l2"])
-@pytest.mark.parametrize(
-    ("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")]
+from tests.support.kernels import (
+    DTYPES,
+    KERNELS,
+    LIBRARY,
+    Problem,
+    make_kernel,
+    needs_native,
+    steps_of,
 )
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_y_in_the_place_of_the_gradient_is_the_same_to_the_bit(
-    kernel: str, grad: str, y: str, l2: float, moments: str
-) -> None:
-    apart, in_place = (Problem(5003, 1, grad, y, moments=moments) for _ in range(2))
-    in_place.found["y"] = in_place.grads[0].view(DTYPES[y])
-    for problem in (apart, in_place):
-        problem.run(make_kernel(kernel, threads=3), adam_steps(1), (0.99, 1e-3, l2, 1e-4))
-    assert not torch.equal(apart.grads[0].view(DTYPES[y]), apart["y"])
-    assert_same(apart.found, in_place.found, "in place")
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_are_those_of_torch_optim(kernel: str, decoupled: bool) -> None:
-    problem = Problem(1000, steps=5, grad_dtype="float32")
-    problem["m"].zero_(), problem["v"].zero_()
+    problem = Problem(1000, 5, grad="float32", zeros=True)
     parameter = problem["p"].clone().requires_grad_()
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = kind([parameter], betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
-    steps = adam_steps(5, decoupled=decoupled)
+    steps = steps_of("adam", 5, decoupled=decoupled)
     for step, grad in zip(steps, problem.grads, strict=True):
         optimizer.param_groups[0]["lr"] = step.lr
         parameter.grad = grad * step.grad_scale
@@ -126,10 +48,9 @@ def test_steps_are_those_of_torch_optim(kernel: str, decoupled: bool) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_without_bias_correction_moments_are_used_as_they_are(kernel: str) -> None:
-    problem = Problem(1000, steps=3, grad_dtype="float32")
-    problem["m"].zero_(), problem["v"].zero_()
+    problem = Problem(1000, 3, grad="float32", zeros=True)
     p, m, v = (problem[name].double() for name in "pmv")
-    steps = adam_steps(3, bias_correction=False)
+    steps = steps_of("adam", 3, bias_correction=False)
     for step, grad in zip(steps, problem.grads, strict=True):
         g = grad.double() * step.grad_scale
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
@@ -141,10 +62,10 @@ def test_without_bias_correction_moments_are_used_as_they_are(kernel: str) -> No
 @needs_native
 @pytest.mark.parametrize(("grad_dtype", "publish_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str) -> None:
-    problems = [Problem(5003, 3, grad_dtype, publish_dtype) for _ in range(2)]
+    problems = [Problem(5003, 3, grad=grad_dtype, y=publish_dtype) for _ in range(2)]
     for problem, kernel in zip(problems, ("native", "reference"), strict=True):
         for decoupled in (True, False):
-            steps = adam_steps(3, decoupled=decoupled)
+            steps = steps_of("adam", 3, decoupled=decoupled)
             problem.run(make_kernel(kernel), steps, (0.99, 1e-3, 1e-5, 2e-4))
     native, reference = problems
     for name in ("p", "m", "v", "block_means"):
@@ -161,7 +82,7 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
     """Every 16-bit pattern is read, and random fp32 patterns (subnormal, NaN too) are written, as
     torch does."""
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    problem = Problem(2**16, 1, dtype, "float32")
+    problem = Problem(2**16, 1, grad=dtype, y="float32")
     problem.grads = [patterns.view(DTYPES[dtype])]
     problem["m"].zero_()
     step = AdamStep(0.0, 0.0, 0.5, 1.0, 0.0, True, 1, 1.0)  # beta1 = 0: m becomes the gradient
@@ -172,7 +93,7 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
     values = torch.cat([bits.to(torch.int32).view(torch.float32), problem.grads[0].float()])
     values = values[~values.isinf()]  # y of an infinite p is inf - 0 inf
-    written = Problem(values.numel(), 0, dtype, dtype)
+    written = Problem(values.numel(), 0, y=dtype)
     written["p"].copy_(values), written["m"].zero_()
     written.run(make_kernel("native"), [])
     torch.testing.assert_close(
@@ -180,48 +101,12 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str, moments: str) -> None:
-    n, block, steps, publish = 10_007, 32, adam_steps(2, 7), (0.99, 1e-3, 0.0, 0.0)
-    whole = Problem(n, 2, moments=moments).run(make_kernel(kernel), steps, publish)
-    for threads in (2, 3):
-        again = Problem(n, 2, moments=moments).run(make_kernel(kernel, threads), steps, publish)
-        assert_same(whole, again, f"with {threads} threads")
-    cut = Problem(n, 2, moments=moments)
-    for part in itertools.pairwise([0, block, 96 * block, 97 * block, n]):
-        cut.run(make_kernel(kernel), steps, publish, part)
-    assert_same(whole, cut.found, "in pieces")
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("publish_dtype", DTYPES)
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_publishing_again_gives_the_same_bits(
-    kernel: str, publish_dtype: str, moments: str
-) -> None:
-    """A resumed run recomputes y and the block means from p, m, v: they must be those of the pass
-    that made p, m, v. Means that nobody reads are not written."""
-    problem, (step,) = Problem(3001, 1, publish_dtype=publish_dtype, moments=moments), adam_steps(1)
-    publish = Publish(0.99, 1e-3, 1e-5, 2e-4, step.bias_correction2_sqrt, step.eps)
-    runs, others = make_kernel(kernel), {**problem.found, "y": problem["y"].clone()}
-    runs.run(make_pass(problem.found, 32, publish, problem.grads[0], step))
-    expected = copy.deepcopy(problem.found)
-    problem["y"].zero_(), problem["block_means"].zero_()
-    del others["block_means"]
-    runs.run(make_pass(others, 32, publish))
-    assert_same(expected["y"], others["y"])
-    assert not problem["block_means"].any()
-    runs.run(make_pass(problem.found, 32, publish))
-    assert_same(expected, problem.found)
-
-
 @needs_native
 def test_the_l2_term_is_bounded_also_beside_a_nan() -> None:
     """A NaN in v makes the block's mean NaN: the block's other weights then move by the bound, but
     up. In other blocks they move down by their own terms, and by the bound where that is
     smaller."""
-    problem, bound = Problem(96, 0, publish_dtype="float32"), 2e-4
+    problem, bound = Problem(96, 0, y="float32"), 2e-4
     problem["p"].abs_()
     problem["p"][:2] = torch.tensor([10.0, -10.0])
     problem["v"][40] = torch.nan
@@ -245,27 +130,10 @@ def test_no_element_needs_a_call() -> None:
 @given(n=st.integers(0, 700), block=st.integers(1, 300))
 def test_block_means_are_those_of_torch(kernel: str, n: int, block: int) -> None:
     problem = Problem(n, 1, block=block)
-    problem.run(make_kernel(kernel), adam_steps(1))
+    problem.run(make_kernel(kernel), steps_of("adam", 1))
     v, means = problem["v"], problem["block_means"]
     expected = torch.stack([b.mean() for b in v.split(block)]) if n else v
     torch.testing.assert_close(means, expected, rtol=1e-5, atol=1e-12)
-
-
-def test_without_a_library_the_reference_runs(tmp_path) -> None:
-    code = (
-        "from deepspeed_ext.zenflow.worker.kernel import library, library_path, load_kernel;"
-        "library.BUILT = library.BUILT / 'elsewhere';"
-        "print(load_kernel(library_path(), 1).name)"
-    )
-    environment = {
-        **os.environ,
-        "PATH": str(tmp_path),
-        "CXX": "",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "reference"
 
 
 def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
@@ -276,18 +144,18 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)
     all_in_a_chunk, limits = threading.Barrier(threads), []
-    take_step = AdamPasses.take_host_step
+    take_step = AdamPasses.take_step
 
     def step_together(*args: Any) -> None:
         limits.append(torch.get_num_threads())
         all_in_a_chunk.wait(timeout=60)
         take_step(*args)
 
-    monkeypatch.setattr(AdamPasses, "take_host_step", step_together)
+    monkeypatch.setattr(AdamPasses, "take_step", step_together)
     try:
         torch.set_num_threads(2)
         kernel = reference.ReferenceKernel(threads, chunk_numel=64)
-        problem.run(kernel, adam_steps(1))
+        problem.run(kernel, steps_of("adam", 1))
         with ThreadPoolExecutor(1) as another:
             seen = (torch.get_num_threads(), another.submit(torch.get_num_threads).result())
     finally:
@@ -307,20 +175,6 @@ def test_a_thread_that_cannot_begin_is_an_error_and_no_endless_wait(
     monkeypatch.setattr(reference, "_START_SECONDS", 0.2)
     with pytest.raises(RuntimeError):
         reference.ReferenceKernel(1)
-
-
-@needs_native
-@pytest.mark.parametrize("start", [0, 1, 4095])
-def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:
-    """An array may begin anywhere in a page; resident pages are counted."""
-    page, numel = 4096, 4096 * 3 + 2
-    descriptor = os.memfd_create("touched")
-    os.ftruncate(descriptor, 6 * page)
-    memory = mmap.mmap(descriptor, 6 * page)
-    kernel: Any = make_kernel("native")
-    kernel.first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start, numel)
-    assert os.fstat(descriptor).st_blocks * 512 == ((start + numel - 1) // page + 1) * page
-    os.close(descriptor)
 
 
 def test_the_benchmark_gives_every_contender_its_threads() -> None:

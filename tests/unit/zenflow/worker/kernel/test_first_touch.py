@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import replace
-from typing import Any
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -15,114 +14,76 @@ from hypothesis import strategies as st
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArrayKey, Dtypes, PerBlock, plan_layout
-from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
-from deepspeed_ext.zenflow.worker.main import block_bytes
+from deepspeed_ext.zenflow.worker.kernel import Array, NativeKernel
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 from tests.support.kernels import LIBRARY, needs_native
 
 PAGE = 4096
+TILE_NUMEL = 256
+"""`kTileNumel` of passes.h."""
 
 
-def touchers_of(kernel: NativeKernel, start: int, nbytes: int, **how: Any) -> list[int]:
+def touchers_of(
+    kernel: NativeKernel, start: int, dtype: str, numel: int, per_block: int, *how: int | None
+) -> list[int]:
     """The thread that touches each page of an array that begins `start` bytes behind a page."""
-    pages = -(-(start + nbytes) // PAGE)
-    memory = mmap.mmap(-1, pages * PAGE)
+    nbytes = start + numel * DTYPE_BYTES[dtype]
+    descriptor = os.memfd_create("touched")
+    os.ftruncate(descriptor, -(-nbytes // PAGE) * PAGE)
+    memory = mmap.mmap(descriptor, 0)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
-    found = (ctypes.c_int32 * pages)()
-    kernel.first_touch(address, nbytes, touchers=found, **how)
+    found = (ctypes.c_int32 * (len(memory) // PAGE))()
+    kernel.touch(Array(address, dtype, numel), per_block, *how, touchers=found)
+    assert os.fstat(descriptor).st_blocks * 512 == len(memory), "pages that nobody has touched"
+    assert not memory[:].strip(b"\0"), "an array that a touch has changed"
+    os.close(descriptor)
     return list(found)
+
+
+def passers(ids: list[int], numel: int, block_size: int) -> list[int]:
+    """The thread that passes over each element, by the rule of passes.h: whole tiles in equal
+    parts, in order; the first ones have one more."""
+    tile = -(-TILE_NUMEL // block_size) * block_size
+    each, more = divmod(-(-numel // tile), len(ids))
+    found = [number for i, number in enumerate(ids) for _ in range((each + (i < more)) * tile)]
+    return found[:numel]
 
 
 @needs_native
 @settings(deadline=None)
 @given(st.data())
 def test_pages_are_touched_by_the_thread_that_passes_over_them(data: st.DataObject) -> None:
-    """For every array of a partition: of elements of 1, 2 or 4 bytes, or some bytes for each
-    block."""
-    threads = data.draw(st.integers(1, 9))
+    """For every array of a partition: an entry of 1, 2 or 4 bytes for each element, or some for
+    each block."""
     block_size = data.draw(st.sampled_from([1, 8, 32, 48, 100, 256, 1000]))
     blocks = data.draw(st.integers(1, max(1, 60_000 // block_size)))
     numel = max(1, blocks * block_size - data.draw(st.integers(0, block_size - 1)))
     chunk = data.draw(st.one_of(st.none(), st.integers(1, blocks)))
     start = data.draw(st.sampled_from([0, 64, 3 * PAGE // 4, PAGE - 4]))
-    per_element = data.draw(st.sampled_from([1, 2, 4, None]))
-    per_block = (
-        data.draw(st.sampled_from([1, 4, 8, 512]))
-        if per_element is None
-        else block_size * per_element
-    )
-    kernel = NativeKernel(LIBRARY, threads)
+    dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32"]))
+    width = data.draw(st.sampled_from([0, 1, 2, 32]))
+    kernel = NativeKernel(str(LIBRARY), data.draw(st.integers(1, 9)))
     expected: list[int] = []
     for begin in range(0, numel, (chunk or blocks) * block_size):
-        expected += kernel.passers(min((chunk or blocks) * block_size, numel - begin), block_size)
-    nbytes = blocks * per_block if per_element is None else numel * per_element
-    how = {"block_bytes": per_block, "block_size": block_size, "blocks_per_chunk": chunk}
-    for page, thread in enumerate(touchers_of(kernel, start, nbytes, **how)):
-        begins = max(0, page * PAGE - start)  # of the page, in the array
-        passed = begins // per_element if per_element else begins // per_block * block_size
-        assert thread == expected[passed]
+        count = min((chunk or blocks) * block_size, numel - begin)
+        expected += passers(kernel.thread_ids(), count, block_size)
+    entries, of_chunk = blocks * width or numel, None if chunk is None else chunk * block_size
+    how = width or block_size, block_size, of_chunk
+    for page, thread in enumerate(touchers_of(kernel, start, dtype, entries, *how)):
+        begins = max(0, page * PAGE - start) // DTYPE_BYTES[dtype]  # its first entry
+        assert thread == expected[begins // width * block_size if width else begins]
 
 
 @needs_native
 def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
     """What the division by chunks is for: the first chunk of an array belongs to all threads."""
-    kernel, numel, chunk = NativeKernel(LIBRARY, 4), 1 << 16, 1 << 14
-    how = {"block_bytes": 128, "block_size": 32}
+    kernel, numel, chunk = NativeKernel(str(LIBRARY), 4), 1 << 16, 1 << 14
     pages = chunk * 4 // PAGE
-    whole = touchers_of(kernel, 0, 4 * numel, **how)
-    by_chunk = touchers_of(kernel, 0, 4 * numel, blocks_per_chunk=chunk // 32, **how)
+    whole = touchers_of(kernel, 0, "float32", numel, 32, 32, None)
+    by_chunk = touchers_of(kernel, 0, "float32", numel, 32, 32, chunk)
     assert len(set(whole[:pages])) == 1
-    assert [len(set(by_chunk[first : first + pages])) for first in range(0, len(whole), pages)] == [
-        4
-    ] * 4
-
-
-@pytest.mark.parametrize("numel", [1, 31, 32, 1000, 4096])
-def test_bytes_of_a_block_are_those_of_each_array(numel: int) -> None:
-    dtypes = Dtypes("bfloat16", "float32", "float32", "bfloat16")
-    known = PerBlock("known", "int32", True)
-    layout = replace(ADAM_STATE, moment_dtype="int8", with_signs=True)
-    kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1)
-    specs = [spec for spec in kinds.of(0, numel) if not spec.kind.endswith("shown")]
-    arena = Arena.create(plan_layout(specs))
-    found = {spec.kind: block_bytes(arena, ArrayKey(spec.kind, 0), 32) for spec in specs}
-    assert found == {
-        "p": 128,
-        "m": 32,
-        "v": 32,
-        "m_scales": 1,
-        "v_scales": 1,
-        "y": 64,
-        "known": 8,
-        "g": 128,
-    }
-    arena.close()
-
-
-def host_of(nodes: int, cores: int) -> Topology:
-    found = [
-        Core(node * cores + i, (node * cores + i,), node)
-        for node in range(nodes)
-        for i in range(cores)
-    ]
-    return Topology(tuple(found), tuple(range(nodes)))
-
-
-def placement_of(nodes: int, cores: int) -> WorkerPlacement:
-    topology = host_of(nodes, cores)
-    plan = plan_host(
-        topology, [RankFacts(0, frozenset(topology.cpus), 0)], PlanRequest(pt_reserved_cores=2)
-    )
-    return WorkerPlacement.of(plan.ranks[0])
-
-
-def test_a_worker_on_several_nodes_prefers_none_and_its_threads_stay() -> None:
-    one, several = placement_of(1, 8), placement_of(2, 4)
-    assert (one.numa_node, one.pin_each_thread) == (0, False)
-    assert (several.numa_node, several.pin_each_thread) == (-1, True)
-    assert WorkerPlacement.parse(str(several)) == several
+    found = [len(set(by_chunk[first : first + pages])) for first in range(0, len(whole), pages)]
+    assert found == [4] * 4
 
 
 @needs_native
@@ -134,13 +95,10 @@ def test_a_worker_on_several_nodes_prefers_none_and_its_threads_stay() -> None:
     chunk=st.sampled_from([1 << 13, 1 << 14, 3 << 13]),
 )
 def test_each_node_has_the_memory_of_its_threads(
-    nodes: int,
-    cores: int,
-    siblings: str,
-    chunk: int,
+    nodes: int, cores: int, siblings: str, chunk: int
 ) -> None:
     """On hosts from a table: one thread to a core, and of every chunk each node has as many pages
-    as its threads pass over."""
+    as its threads pass over. Several nodes: none is preferred, and each thread stays on a core."""
     number = nodes * cores
     pus = {
         "none": lambda core: (core,),
@@ -152,19 +110,27 @@ def test_each_node_has_the_memory_of_its_threads(
     facts = RankFacts(0, frozenset(topology.cpus), 0)
     plan = plan_host(topology, [facts], PlanRequest(pt_reserved_cores=1))
     placement = WorkerPlacement.of(plan.ranks[0])
+    assert WorkerPlacement.parse(str(placement)) == placement
     of_worker = [topology.core_of[cpu] for cpu in sorted(placement.cpus)]
     assert len(set(of_worker)) == len(of_worker), "two threads of the worker share a core"
-    assert placement.pin_each_thread == (len({core.node for core in of_worker}) > 1)
+    on_nodes = {core.node for core in of_worker}
+    assert placement.pin_each_thread == (len(on_nodes) > 1)
+    assert placement.numa_node == (-1 if len(on_nodes) > 1 else min(on_nodes))
 
-    kernel = NativeKernel(LIBRARY, placement.threads)
-    ids = (ctypes.c_int32 * placement.threads)()
-    kernel._library.dsext_thread_ids(ids, placement.threads)  # in the order in which `pin` binds
-    node_of = {number: core.node for number, core in zip(ids, of_worker, strict=True)}
-    how = {"block_bytes": 128, "block_size": 32, "blocks_per_chunk": chunk // 32}
-    found = [node_of[each] for each in touchers_of(kernel, 0, 4 * 3 * chunk, **how)]
-    pages = 4 * chunk // PAGE
+    kernel = NativeKernel(str(LIBRARY), placement.threads)
+    ids = kernel.thread_ids()  # in the order in which `pin` binds
+    node_of = {each: core.node for each, core in zip(ids, of_worker, strict=True)}
+    touched = touchers_of(kernel, 0, "float32", 3 * chunk, 32, 32, chunk)
+    found, pages = [node_of[each] for each in touched], 4 * chunk // PAGE
     for begin in range(0, len(found), pages):
-        for node in {core.node for core in of_worker}:
+        for node in on_nodes:
             threads = sum(core.node == node for core in of_worker)
             share = found[begin : begin + pages].count(node) / pages
             assert abs(share - threads / len(of_worker)) <= (threads + 1) / pages
+
+
+@pytest.mark.parametrize("start", [0, 1, PAGE - 1])
+@needs_native
+def test_a_touch_reaches_every_page_wherever_an_array_begins(start: int) -> None:
+    kernel = NativeKernel(str(LIBRARY), 3)
+    assert len(touchers_of(kernel, start, "uint8", 3 * PAGE + 2, 32, 32, None)) >= 4

@@ -2,66 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.zenflow.worker.kernel import library, library_path
-
-HERE = pytest.mark.skipif(
-    not library.BUILT.exists(), reason="deepspeed_ext was installed without a C++ compiler"
-)
+from deepspeed_ext.zenflow.worker.kernel import library_path, load_kernel, native
+from tests.support.kernels import needs_native
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was warned of."""
     warnings: list[str] = []
-    monkeypatch.setattr(library, "warn_once", warnings.append)
+    monkeypatch.setattr(native, "warn_once", warnings.append)
     return warnings
 
 
-def of(path: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    monkeypatch.setattr(library, "BUILT", path)
-    return library_path()
-
-
-@HERE
-def test_the_library_that_was_built_is_found(said: list[str]) -> None:
-    assert library_path() == str(library.BUILT)
-    assert said == []
-
-
-def test_without_a_library_the_remedy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+@needs_native
+def test_the_library_that_was_built_is_found_unless_it_is_disabled(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert of(tmp_path / "none.so", monkeypatch) is None
-    assert "installed without a C++ compiler" in said[0]
-    assert "Install the wheel" in said[0]
-
-
-def test_what_does_not_load_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    other = tmp_path / "other.so"
-    other.write_text("no library, and no ELF file")
-    assert of(other, monkeypatch) is None
-    assert "does not load" in said[0]
-
-
-def test_a_library_of_another_version_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    if not library.BUILT.exists():
-        pytest.skip("deepspeed_ext was installed without a C++ compiler")
-    monkeypatch.setattr("deepspeed_ext.zenflow.worker.kernel.native.ABI_VERSION", -1)
-    copy = tmp_path / "copy.so"
-    copy.write_bytes(library.BUILT.read_bytes())
-    assert of(copy, monkeypatch) is None
-    assert "ABI version -1" in said[0]
-
-
-def test_it_can_be_disabled(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    assert library_path() == str(native.BUILT)
     monkeypatch.setenv("DSEXT_NATIVE_KERNEL", "0")
     assert library_path() is None
     assert said == []
+
+
+BUILT = native.BUILT
+
+
+def cut(share: float) -> Callable[[Path], None]:
+    """Leave this share of the library, as an interrupted copy does. Loading it ends a process."""
+
+    def write(path: Path) -> None:
+        whole = BUILT.read_bytes()
+        path.write_bytes(whole[: int(share * len(whole))])
+
+    return write
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (lambda path: None, "installed without a C++ compiler. Install the wheel"),
+        (lambda path: path.write_text("no library, and no ELF file"), "does not load"),
+        (lambda path: path.write_bytes(BUILT.read_bytes()), "ABI version -1"),
+        *((cut(share), "bytes: install it again") for share in (0.01, 0.3, 0.5, 0.9, 0.999)),
+    ],
+)
+def test_what_cannot_be_used_is_named_and_the_reference_runs(
+    write: Callable[[Path], None],
+    says: str,
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "ABI_VERSION", -1)
+    monkeypatch.setattr(native, "BUILT", tmp_path / "library.so")
+    write(tmp_path / "library.so")
+    path = library_path()
+    assert path is None
+    assert says in said[0]
+    assert load_kernel(path, 1).name == "reference"

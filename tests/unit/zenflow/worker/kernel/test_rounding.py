@@ -11,34 +11,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Kernel, Publish
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
-from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
-from tests.support.kernels import KERNELS, make_kernel, make_pass, needs_native
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.definition import decode, step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
+from tests.support.kernels import KEEPS, KERNELS, Problem, make_kernel, needs_native, steps_of
 from tests.support.same import assert_same
-
-KEEPS = AdamStep(
-    lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, decoupled=True, step=7, grad_scale=1.0
-)
-"""m becomes the gradient, and v its square."""
 
 
 def rounded(
     kernel: str, gradient: torch.Tensor, step: AdamStep = KEEPS, first: int = 0
 ) -> tuple[torch.Tensor, ...]:
     """m and v after a pass from zero moments."""
-    n = gradient.numel()
-    m, v = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
-    run(make_kernel(kernel), {"p": torch.zeros(n), "m": m, "v": v}, gradient, step, first)
-    return m, v
+    problem = Problem(gradient.numel(), 0, "bfloat16", zeros=True)
+    problem.grads = [gradient]
+    problem.run(make_kernel(kernel), [step], first=first)
+    return problem["m"], problem["v"]
 
 
-def run(
-    kernel: Kernel, state: dict[str, torch.Tensor], grad: torch.Tensor, step: AdamStep, first: int
-) -> None:
-    tensors = {**state, "y": torch.zeros(grad.numel())}
-    publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
-    kernel.run(make_pass(tensors, 32, publish, grad, step, first=first))
+def in_fp32(problem: Problem) -> tuple[torch.Tensor, ...]:
+    """m and v."""
+    found = []
+    for name in "mv":
+        values = problem[name].float()
+        if problem.kind == "int8":
+            decode(problem[name], problem[f"{name}_scales"], problem.block, values)
+        found.append(values)
+    return tuple(found)
 
 
 def hashed(value: int) -> int:
@@ -110,21 +109,21 @@ def test_values_of_bfloat16_stay_and_a_nan_stays_a_nan(kernel: str) -> None:
     assert rounded(kernel, largest_nan)[0].isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
+def test_small_changes_of_v_are_not_lost(kernel: str, kind: str) -> None:
     """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per
     step. Rounded to the nearest, it would stay where it is: the first change is 3/4 of a
     thousandth, and half a step of bfloat16 is more."""
-    n = 4096
-    p, m = torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
-    v, gradient = torch.full((n,), 4.0, dtype=torch.bfloat16), torch.ones(n)
-    base = replace(KEEPS, beta1=0.9, beta2=0.999)
-    made = make_kernel(kernel)
+    problem, made = Problem(4096, 0, kind, zeros=True), make_kernel(kernel)
+    problem.grads = [torch.full((4096,), 2.0)]
+    problem.run(made, [replace(KEEPS, beta1=0.9, step=1001)])  # v is the square
+    problem.grads = [torch.ones(4096)]
     for t in range(1, 1001):
-        run(made, {"p": p, "m": m, "v": v}, gradient, replace(base, step=t), 0)
-    expected = 1.0 + 3.0 * 0.999**1000
-    assert v.float().mean().item() == pytest.approx(expected, rel=0.01)
-    assert v.float().std().item() < 0.1 * expected
+        problem.run(made, [replace(KEEPS, beta1=0.9, beta2=0.999, step=t)])
+    expected, v = 1.0 + 3.0 * 0.999**1000, in_fp32(problem)[1]
+    assert v.mean().item() == pytest.approx(expected, rel=0.01)
+    assert v.std().item() < 0.1 * expected
 
 
 @needs_native
@@ -132,40 +131,25 @@ def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
 def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(decoupled: bool) -> None:
     """The native pass fuses products and sums, so a value may lie on the other side of a random
     threshold."""
-    n, results = 5003, []
-    for kernel in ("native", "reference"):
-        g = torch.Generator().manual_seed(3)
-        p, m, v = torch.randn(n, generator=g), torch.zeros(n).bfloat16(), torch.zeros(n).bfloat16()
-        grads = [torch.randn(n, generator=g).bfloat16() for _ in range(3)]
-        steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled, t, 0.5) for t in (1, 2, 3))
-        for grad, step in zip(grads, steps, strict=True):
-            run(make_kernel(kernel), {"p": p, "m": m, "v": v}, grad, step, 0)
-        results.append((p, m.float(), v.float()))
-    for native, reference in zip(results[0][1:], results[1][1:], strict=True):
-        differing = native != reference
-        assert differing.float().mean().item() < 1e-3
-        torch.testing.assert_close(native, reference, rtol=2**-7, atol=0)
-    same = (results[0][1] == results[1][1]) & (results[0][2] == results[1][2])
-    torch.testing.assert_close(results[0][0][same], results[1][0][same], rtol=5e-6, atol=1e-7)
+    native, reference = (Problem(5003, 3, "bfloat16", zeros=True) for _ in range(2))
+    for problem, kernel in ((native, "native"), (reference, "reference")):
+        problem.run(make_kernel(kernel), steps_of("bfloat16", 3, decoupled=decoupled))
+    same = torch.ones(5003, dtype=torch.bool)
+    for one, other in zip(in_fp32(native), in_fp32(reference), strict=True):
+        assert (one != other).float().mean().item() < 1e-3
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=0)
+        same &= one == other
+    torch.testing.assert_close(native["p"][same], reference["p"][same], rtol=5e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("first", [0, 64, 1 << 20])
-def test_steps_that_a_load_takes_are_those_of_the_reference_pass(
-    dtype: torch.dtype, first: int
-) -> None:
-    n, results = 300_000, []
-    for in_pass in (True, False):
-        g = torch.Generator().manual_seed(5)
-        p = torch.randn(n, generator=g)
-        m = torch.zeros(n, dtype=dtype)
-        v = torch.zeros(n, dtype=dtype)
-        grads = [torch.randn(n, generator=g).bfloat16() for _ in range(2)]
-        steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, t, 0.5) for t in (4, 5))
-        for grad, step in zip(grads, steps, strict=True):
-            if in_pass:
-                run(make_kernel("reference"), {"p": p, "m": m, "v": v}, grad, step, first)
-            else:
-                AdamPasses.take_host_step([p, m, v], grad, step, 32, first)
-        results.append({"p": p, "m": m, "v": v})
-    assert_same(*results)
+def test_steps_that_a_load_takes_are_those_of_the_reference_pass(kind: str, first: int) -> None:
+    """It has the moments in fp32."""
+    problem, steps = Problem(300_000, 2, kind), steps_of(kind, 2, 4)
+    p, (m, v) = problem["p"].clone(), (each.clone() for each in in_fp32(problem))
+    for grad, step in zip(problem.grads, steps, strict=True):
+        layout = replace(ADAM_STATE, moment_dtype=kind)
+        step_in_fp32(layout, [p, m, v], grad, step, 32, first)
+    problem.run(make_kernel("reference"), steps, first=first)
+    assert_same({"p": problem["p"], "moments": list(in_fp32(problem))}, {"p": p, "moments": [m, v]})

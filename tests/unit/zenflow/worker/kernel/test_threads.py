@@ -34,7 +34,8 @@ def touches_all(pages=64, page=4096):
     descriptor = os.memfd_create("touched")
     os.ftruncate(descriptor, pages * page)
     memory = mmap.mmap(descriptor, pages * page)
-    kernel.first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)), pages * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    kernel.touch(Array(address, "uint8", pages * page), 1, 1)
     return os.fstat(descriptor).st_blocks * 512 == pages * page
 
 def threads():
