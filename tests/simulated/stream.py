@@ -9,6 +9,7 @@ Gradients leave in backward at stage 3. The forward is a third of a step's opera
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -50,14 +51,11 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
 
 
 def main(path: Path) -> None:
-    done = path.read_text() if path.exists() else ""
-    for ranks in (1, 2):
-        for moments in MOVED:
-            for name in WAYS:
-                begin = f"| {ranks} | {moments} | {name} |"
-                if begin not in done:
-                    with path.open("a") as page:
-                        page.write(f"{begin} {' | '.join(row(ranks, moments, name))} |\n")
+    for ranks, moments, name in itertools.product((1, 2), MOVED, WAYS):
+        begin = f"| {ranks} | {moments} | {name} |"
+        if not path.exists() or begin not in path.read_text():
+            with path.open("a") as page:
+                page.write(f"{begin} {' | '.join(row(ranks, moments, name))} |\n")
 
 
 if __name__ == "__main__":
