@@ -36,7 +36,7 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
     whole, peek, prediction = MOVED[moments]
     parts = {"PEEK_OF_PASS": peek / whole, "PREDICTION_OF_PASS": prediction / whole}
     section = (*WAYS[name], ("state_dtype", moments))
-    way = Way(3, ranks, 1, False, LAYERS, CHUNKS, section=section, steps=STEPS)
+    way = Way(3, ranks, 1, False, LAYERS, CHUNKS, True, section=section, steps=STEPS)
     cells, loads = [], [(LINK, each) for each in PASSES]
     for (link, worker), found in zip(loads, figures(way, loads, parts), strict=True):
         operator = OPERATOR_US * found["step"] / found["us"]
