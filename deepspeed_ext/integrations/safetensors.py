@@ -48,18 +48,14 @@ def save(
         raise UnsupportedError(
             "writing safetensors needs the library of that name: pip install safetensors"
         ) from error
-    folder = Path(folder)
-    shards: list[list[str]] = []
-    shard: dict[str, torch.Tensor] = {}
-    sizes: list[int] = []
-    written: list[Path] = []
+    folder, shard = Path(folder), dict[str, torch.Tensor]()
+    written: list[tuple[Path, list[str], int]] = []  # with names and bytes of the tensors
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        written.append(folder / f".model-{len(shards) + 1:05}.safetensors.part")
-        save_file(shard, written[-1], metadata={"format": "pt"})
-        shards.append(list(shard))
-        sizes.append(_nbytes(shard))
+        path = folder / f".model-{len(written) + 1:05}.safetensors.part"
+        written.append((path, list(shard), _nbytes(shard)))
+        save_file(shard, path, metadata={"format": "pt"})
         shard.clear()
 
     try:
@@ -73,9 +69,9 @@ def save(
             shard[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
         if shard:
             write()
-        return _renamed(folder, written, shards, sum(sizes)) if shards else []
+        return _renamed(folder, written) if written else []
     finally:
-        for path in written:
+        for path, *_ in written:
             path.unlink(missing_ok=True)
 
 
@@ -83,15 +79,16 @@ def _nbytes(shard: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in shard.values())
 
 
-def _renamed(folder: Path, written: list[Path], shards: list[list[str]], total: int) -> list[Path]:
+def _renamed(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[Path]:
     """Give the files their names, write the index, and remove an older model's other files."""
-    count = len(shards)
-    names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
-    names = names if count > 1 else ["model.safetensors"]
-    for path, name in zip(written, names, strict=True):
+    count, where, names = len(written), dict[str, str](), list[str]()
+    for number, (path, tensors, _) in enumerate(written, start=1):
+        name = f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         path.replace(folder / name)
+        names.append(name)
+        where |= dict.fromkeys(tensors, name)
     if count > 1:
-        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(nbytes for *_, nbytes in written)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         part = folder / f".{_INDEX}.part"
         part.write_text(json.dumps(index, indent=2) + "\n")

@@ -20,8 +20,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks, decide
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
+from deepspeed_ext.zenflow.plan import chunks
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -50,12 +49,8 @@ class Way:
     hidden: bool | None
     layers: int = 24
     chunks: int = 16
-    overlap_comm: bool = False
-    host_share: float = 1.0
-    slots: int = SLOTS_OF_CHUNKS
     section: tuple[tuple[str, Any], ...] = ()
     """More fields of the ``zenflow`` section."""
-    steps: int = STEPS
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -68,10 +63,6 @@ class Way:
         # the norm alone would take a tenth of a step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
-        if self.host_share < 1.0:
-            zero["offload_optimizer"] = {"device": "cpu", "ratio": self.host_share}
-        if self.overlap_comm:
-            zero["overlap_comm"] = True
         if self.stage == 3:
             numel = self.layers * WIDTH * WIDTH
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
@@ -84,10 +75,6 @@ class Way:
             config["bf16"]["check_grad_overflow"] = False
         return config
 
-    def __str__(self) -> str:
-        how = "beside the next step" if self.hidden else "inside of the step"
-        return f"stage {self.stage}, {self.ranks} ranks, accumulation {self.accumulation}, {how}"
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -96,13 +83,11 @@ class Steps:
     Attributes:
         spans: all that ran, as plain values.
         waited_us: what the engine says of its last step's waits.
-        device_us: what the engine says that passed between the last two steps of its optimizer.
         step_us: a step's median time.
     """
 
     spans: list[Any]
     waited_us: float
-    device_us: float
     step_us: float
 
 
@@ -135,7 +120,6 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
         }
         with (
             patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
-            patch.object(decide, "SLOTS_OF_CHUNKS", way.slots),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))
@@ -144,16 +128,14 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
                 begun = moment()
                 steps(engine, SETTLING_STEPS)
                 ends = [moment()]
-                for _ in range(way.steps):
+                for _ in range(STEPS):
                     steps(engine, 1)
                     ends.append(moment())
                 ends[-1].synchronize()
                 settled_us = begun.elapsed_time(ends[0]) * 1e3
                 step_us = median(a.elapsed_time(b) * 1e3 for a, b in pairwise(ends))
             said = {} if way.hidden is None else engine.optimizer.measurements()
-            waited_us, device_us = (
-                said.get(f"zenflow_{name}_ms", 0.0) * 1e3 for name in ("wait", "device")
-            )
+            waited_us = said.get("zenflow_wait_ms", 0.0) * 1e3
             engine.destroy()
         measured = [
             replace(
@@ -165,7 +147,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             if span.end_us > settled_us
         ]
         plain = [tuple(vars(span).values()) for span in measured]
-        return Steps(plain, waited_us, device_us, step_us)
+        return Steps(plain, waited_us, step_us)
 
     def moment() -> Any:
         event = get_accelerator().Event(enable_timing=True)
@@ -190,8 +172,8 @@ def figures(
     way: Way, shares: list[tuple[float, float]], parts: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
-    the compute lane, exposed copies, what the engine says of its waits, and what part of the
-    calibrated step is not the optimizer's. `parts` replaces constants of `worker_time`."""
+    the compute lane, what the engine says of its waits, and that time in us. `parts` replaces
+    constants of `worker_time`."""
     pool = f"overlap, stage {way.stage}"
     arguments, limit = (astuple(way), shares, parts or {}), LONGEST_SECONDS
     return run_ranks(
@@ -206,22 +188,17 @@ def figures_body(
 
     with patch.multiple(worker_time, **parts) if parts else nullcontext():
         calibration, *runs = timelines(Way(*way), shares)
-    alone_us, count = calibration.step_us, Way(*way).steps
-    found = []
-    for run in runs:
-        spans = _while_computing([simulation.Span(*span) for span in run.spans])
-        found.append(
-            {
-                "us": run.step_us,
-                "step": run.step_us / alone_us,
-                "idle": simulation.idle_share(spans),
-                "exposed": simulation.exposed_us(spans) / (alone_us * count),
-                "said": run.waited_us / alone_us,
-                "device": calibration.device_us / alone_us,
-                "spans": [tuple(vars(span).values()) for span in spans],
-            }
-        )
-    return found
+    return [
+        {
+            "us": run.step_us,
+            "step": run.step_us / calibration.step_us,
+            "idle": simulation.idle_share(
+                _while_computing([simulation.Span(*span) for span in run.spans])
+            ),
+            "said": run.waited_us / calibration.step_us,
+        }
+        for run in runs
+    ]
 
 
 def _while_computing(spans: list[Any]) -> list[Any]:

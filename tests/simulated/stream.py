@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.simulated.overlap import OPERATOR_US, Way, figures
 from tests.support.schedules import Machine, exact, zero_offload
 
-LAYERS, CHUNKS, STEPS = 32, 16, 2
+LAYERS, CHUNKS = 32, 16
 PASSES, LINK = (0.25, 0.5, 1.0, 2.0, 4.0), 0.1
 """What the pass and the copies each way take, in steps without both."""
 BETWEEN = 2
@@ -35,8 +35,8 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
     """For each pass, what a step waits and what the walk says, in steps."""
     whole, peek, prediction = MOVED[moments]
     parts = {"PEEK_OF_PASS": peek / whole, "PREDICTION_OF_PASS": prediction / whole}
-    section = (*WAYS[name], ("state_dtype", moments))
-    way = Way(3, ranks, 1, False, LAYERS, CHUNKS, True, section=section, steps=STEPS)
+    section = (*WAYS[name], ("state_dtype", moments), ("autotune", False))
+    way = Way(3, ranks, 1, False, LAYERS, CHUNKS, section)
     cells, loads = [], [(LINK, each) for each in PASSES]
     for (link, worker), found in zip(loads, figures(way, loads, parts), strict=True):
         operator = OPERATOR_US * found["step"] / found["us"]

@@ -53,7 +53,7 @@ def _at(array, offsets, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _hashed(x):
-    """The hash of `rounding`, of uint32."""
+    """The hash of Note: [rounded moments], of uint32."""
     x = (x ^ (x >> _SHIFT_1)) * _FACTOR_1
     x = (x ^ (x >> _SHIFT_2)) * _FACTOR_2
     return x ^ (x >> _SHIFT_3)
@@ -156,36 +156,53 @@ def _decoded(codes, scales):
 
 
 @triton.jit
-def _coded(
-    x,
-    up,
-    MOST: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    LEAST_ABOVE_HALF: tl.constexpr,
-    LEAST: tl.constexpr,
-):
-    """Codes of rows, and the scales of these rows as they are stored (`rounding`)."""
+def _coded(x, up, IS_V: tl.constexpr):
+    """Codes of rows, and the scales of these rows as they are stored (Note: [rounded moments])."""
+    most: tl.constexpr = _V_MOST if IS_V else _M_MOST
+    mantissa: tl.constexpr = _V_MANTISSA if IS_V else _M_MANTISSA
+    exponent: tl.constexpr = _V_EXPONENT if IS_V else _M_EXPONENT
+    above_half: tl.constexpr = _V_ABOVE_HALF if IS_V else _M_ABOVE_HALF
+    least_code: tl.constexpr = _V_LEAST if IS_V else _M_LEAST
     size = tl.abs(x)
     largest = tl.max(size.to(tl.int32, bitcast=True), 1).to(tl.uint32)
-    stored = ((largest + (0x7FFFFF - MANTISSA)) >> 23).to(tl.int32) - EXPONENT
+    stored = ((largest + (0x7FFFFF - mantissa)) >> 23).to(tl.int32) - exponent
     is_finite = stored <= _MOST_SCALE
     stored = tl.where(is_finite, tl.maximum(stored, 1), _NOT_FINITE)
     inverse = tl.where(is_finite, (254 - stored) << 23, 0).to(tl.float32, bitcast=True)
     scaled = tl.where(is_finite[:, None], size, 0.0) * inverse[:, None]
     k = tl.floor(tl.sqrt_rn(scaled))
     k += tl.where((scaled - k * k) * 65536.0 > (k + k + 1.0) * up.to(tl.float32), 1.0, 0.0)
-    least = tl.where(x != 0.0, LEAST * 1.0, 0.0)
-    least = tl.where(scaled > MOST * MOST / 2, LEAST_ABOVE_HALF * 1.0, least)
+    least = tl.where(x != 0.0, least_code * 1.0, 0.0)
+    least = tl.where(scaled > most * most / 2, above_half * 1.0, least)
     k = tl.where(is_finite[:, None], tl.maximum(k, least), 0.0).to(tl.int32)
     return tl.where(x < 0.0, -k, k), stored
 
 
 @triton.jit
-def _up_to_bfloat16(x, up):
-    """`x`, fp32, rounded to values of bfloat16 with random numbers below 2^16."""
-    rounded = (x.to(tl.uint32, bitcast=True) + up) & 0xFFFF0000
-    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+def _moment(array, scales, offsets, rows, in_rows, inside, ALIGNED: tl.constexpr):
+    """A moment of rows in fp32; its dtype says whether it is codes."""
+    values = tl.load(_at(array, offsets, ALIGNED), mask=inside, other=0)
+    if array.dtype.element_ty.primitive_bitwidth == 8:
+        values = _decoded(values, tl.load(scales + rows, mask=in_rows, other=0))
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _keep(array, scales, x, up, offsets, rows, in_rows, inside, ALIGNED: tl.constexpr):
+    """Rounds a moment, fp32, to what its array can hold with random numbers below 2^16, stores it,
+    and returns it in fp32."""
+    values = x
+    if array.dtype.element_ty.primitive_bitwidth == 8:
+        x = tl.where(inside, x, 0.0)
+        values, stored = _coded(x, up, array.dtype.element_ty == tl.uint8)
+        tl.store(scales + rows, stored.to(tl.uint8), mask=in_rows)
+        x = _decoded(values, stored)
+    elif array.dtype.element_ty == tl.bfloat16:
+        rounded = (x.to(tl.uint32, bitcast=True) + up) & 0xFFFF0000
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+        values = x
+    tl.store(_at(array, offsets, ALIGNED), values.to(array.dtype.element_ty), mask=inside)
+    return x
 
 
 @triton.jit(
@@ -233,40 +250,17 @@ def adam_step(
         inside = inside & (columns < BLOCK)
     offsets = rows[:, None] * BLOCK + columns
     one = tl.full((1, 1), 1.0, tl.float32)
-    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
-    of_update = (one * first, one * second, lr, eps, decay)
     old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
     gradient = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0)
-    old_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0)
-    old_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0)
-    if m.dtype.element_ty == tl.int8:
-        old_m = _decoded(old_m, tl.load(m_scales + rows, mask=in_rows, other=0))
-        old_v = _decoded(old_v, tl.load(v_scales + rows, mask=in_rows, other=0))
-    new_m, new_v = _advanced(
-        old_p, old_m.to(tl.float32), old_v.to(tl.float32), gradient, of_moments
-    )
-    if m.dtype.element_ty != tl.float32:
-        random = _hashed((offsets + key).to(tl.uint32))
-    if m.dtype.element_ty == tl.int8:
-        new_m, new_v = tl.where(inside, new_m, 0.0), tl.where(inside, new_v, 0.0)
-        m_codes, m_stored = _coded(
-            new_m, random & 0xFFFF, _M_MOST, _M_MANTISSA, _M_EXPONENT, _M_ABOVE_HALF, _M_LEAST
-        )
-        v_codes, v_stored = _coded(
-            new_v, random >> 16, _V_MOST, _V_MANTISSA, _V_EXPONENT, _V_ABOVE_HALF, _V_LEAST
-        )
-        tl.store(m_scales + rows, m_stored.to(tl.uint8), mask=in_rows)
-        tl.store(v_scales + rows, v_stored.to(tl.uint8), mask=in_rows)
-        tl.store(_at(m, offsets, ALIGNED), m_codes.to(tl.int8), mask=inside)
-        tl.store(_at(v, offsets, ALIGNED), v_codes.to(tl.uint8), mask=inside)
-        new_m, new_v = _decoded(m_codes, m_stored), _decoded(v_codes, v_stored)
-    else:
-        if m.dtype.element_ty == tl.bfloat16:
-            new_m = _up_to_bfloat16(new_m, random & 0xFFFF)
-            new_v = _up_to_bfloat16(new_v, random >> 16)
-        tl.store(_at(m, offsets, ALIGNED), new_m.to(m.dtype.element_ty), mask=inside)
-        tl.store(_at(v, offsets, ALIGNED), new_v.to(v.dtype.element_ty), mask=inside)
-    new_p = _updated(old_p, new_m, new_v, of_update)
+    old_m = _moment(m, m_scales, offsets, rows, in_rows, inside, ALIGNED)
+    old_v = _moment(v, v_scales, offsets, rows, in_rows, inside, ALIGNED)
+    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
+    new_m, new_v = _advanced(old_p, old_m, old_v, gradient, of_moments)
+    random = _hashed((offsets + key).to(tl.uint32))  # unused, so not computed, if they are fp32
+    m_up, v_up = random & 0xFFFF, random >> 16
+    new_m = _keep(m, m_scales, new_m, m_up, offsets, rows, in_rows, inside, ALIGNED)
+    new_v = _keep(v, v_scales, new_v, v_up, offsets, rows, in_rows, inside, ALIGNED)
+    new_p = _updated(old_p, new_m, new_v, (one * first, one * second, lr, eps, decay))
     tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
     tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)
 

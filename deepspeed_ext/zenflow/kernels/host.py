@@ -35,14 +35,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def serves(
-    inverse: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, published: torch.Tensor
+    weights: torch.Tensor, published: torch.Tensor, grad: torch.Tensor, inverse: torch.Tensor
 ) -> bool:
     """Whether the library can run on these arrays."""
+    arrays = weights, published, grad, inverse
     return (
-        all(
-            a.device.type == "cpu" and a.is_contiguous() and a.dtype in _CODES
-            for a in (inverse, grad, weights, published)
-        )
+        all(a.device.type == "cpu" and a.is_contiguous() and a.dtype in _CODES for a in arrays)
         and inverse.dtype is torch.float32
         and weights.dtype is published.dtype
         and _library() is not None
@@ -64,19 +62,11 @@ def predict(
     # C++ checks no bounds
     assert weights.numel() == published.numel() == numel
     assert inverse.numel() * block_size >= numel
+    threads = min(torch.get_num_threads(), max(1, numel // _NUMEL_PER_THREAD))
     estimate = _Estimate(
-        weights=weights.data_ptr(),
-        published=published.data_ptr(),
-        grad=grad.data_ptr(),
-        inverse=inverse.data_ptr(),
-        numel=numel,
-        block_size=block_size,
-        weights_dtype=_CODES[weights.dtype],
-        grad_dtype=_CODES[grad.dtype],
-        threads=min(torch.get_num_threads(), max(1, numel // _NUMEL_PER_THREAD)),
-        grad_scale=grad_scale,
-        coefficient=coefficient,
-        bound=CLAMP,
+        *(array.data_ptr() for array in (weights, published, grad, inverse)),
+        *(numel, block_size, _CODES[weights.dtype], _CODES[grad.dtype], threads),
+        *(grad_scale, coefficient, CLAMP),
     )
     library.dsext_predict(ctypes.byref(estimate))
     torch.autograd.graph.increment_version(weights)

@@ -8,6 +8,7 @@ addition), so ranks, steps and resumed runs may use different ones.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -82,12 +83,6 @@ def _found(device_type: str) -> ModuleType | str:
     return device if served == device_type else f"Triton serves {served}, not {device_type}"
 
 
-def _kernels(device_type: str) -> ModuleType:
-    found = _found(device_type)
-    assert isinstance(found, ModuleType), found
-    return found
-
-
 def missing(device: torch.device) -> str | None:
     """Why no kernel runs on `device`; None if they do."""
     found = _found(device.type)
@@ -128,7 +123,7 @@ def _run(
 ) -> None:
     """Launch a kernel on the current stream, and tell autograd what it writes."""
     device = arrays[0].device
-    module = _kernels(device.type)
+    module = _found(device.type)
     _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
     with get_accelerator().device(device.index):
         getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
@@ -167,7 +162,7 @@ def predict(
     if serves(block_size, *arrays, inverse):
         _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = host.predict if host.serves(inverse, grad, weights, published) else definition.predict
+    run = host.predict if host.serves(*arrays, inverse) else definition.predict
     run(*arrays, inverse, *numbers, block_size)
 
 
@@ -208,12 +203,9 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         1-D fp64 [len(tensors)], on the device.
     """
     device, count, part = tensors[0].device, len(tensors), NORM_PART["PART"]
-    addresses, lengths, firsts, programs = [], [], [], 0
-    for tensor in tensors:
-        addresses.append(tensor.data_ptr())
-        lengths.append(tensor.numel())
-        firsts.append(programs)
-        programs += -(-tensor.numel() // part)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    lengths = [tensor.numel() for tensor in tensors]
+    *firsts, programs = itertools.accumulate((-(-n // part) for n in lengths), initial=0)
     table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64, device="cpu")
     table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
     sums = torch.empty(programs, dtype=torch.float64, device=device)

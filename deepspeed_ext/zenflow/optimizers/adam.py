@@ -42,7 +42,9 @@ class AdamKind(OptimizerKind):
 
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
-        return _is_adam(optimizer)
+        """Adam or AdamW of torch or DeepSpeed, or a subclass of torch's."""
+        ours = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        return ours or type(optimizer).__name__ in _DEEPSPEED_ADAMS
 
     @staticmethod
     def stand_ins() -> dict[str, HeldBy]:
@@ -117,22 +119,12 @@ class AdamKind(OptimizerKind):
         kernels.adam_step(state, grad, weights, step)
 
 
-def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user's optimizer is an Adam or AdamW of torch or DeepSpeed, or a subclass of
-    torch's."""
-    return (
-        isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        or type(optimizer).__name__ in _DEEPSPEED_ADAMS
-    )
-
-
 def require_adam(optimizer: torch.optim.Optimizer) -> bool:
     """Check the user's Adam or AdamW; return whether weight decay is decoupled by default.
 
     Raises:
         ConfigError: it overrides `step`, or keeps state that the worker does not have.
     """
-    assert _is_adam(optimizer)
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.AdamW):
         decoupled = True
@@ -140,7 +132,9 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
         decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", False))
     else:
         decoupled = bool(getattr(optimizer, "adam_w_mode", True))
-    if name not in _DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
+    # without the wrappers of torch's profiler
+    steps = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
+    if name not in _DEEPSPEED_ADAMS and inspect.unwrap(type(optimizer).step) not in steps:
         raise ConfigError(
             "zero_optimization.zenflow updates weights as torch's Adam and AdamW do, "
             f"but {name} has its own step(), which would never run: "
@@ -158,12 +152,6 @@ def _require_two_moments(group: Mapping[str, Any], place: str) -> None:
             f"({place}) needs a third, which DeepSpeed's own CPU optimizer does not have either: "
             "set it to False"
         )
-
-
-def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether `step` is that of torch's Adam or AdamW, without the wrappers of torch's profiler."""
-    ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
-    return inspect.unwrap(kind.step) in ours
 
 
 def _held(

@@ -127,7 +127,7 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> Any:
-        """The constants of one update: a frozen dataclass, `StepConstants`.
+        """The constants of one update: a frozen dataclass, `Passes.step_type`.
 
         Args:
             group: a parameter group's hyperparameters.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 
@@ -23,7 +24,6 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel.passes import StepConstants
 
 __all__ = ["Heads"]
 
@@ -107,12 +107,11 @@ class Heads:
         return heads
 
     @torch.no_grad()
-    def step(
-        self, index: int, grad: torch.Tensor, step: StepConstants, weights: torch.Tensor
-    ) -> None:
+    def step(self, index: int, grad: torch.Tensor, step: Any, weights: torch.Tensor) -> None:
         """Take one step of a partition's share, and write its weights.
 
         Args:
+            step: the update's constants.
             grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor
                 clipped.
             weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in

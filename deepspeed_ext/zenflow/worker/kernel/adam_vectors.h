@@ -22,14 +22,8 @@ struct Step {
         grad_scale;
 
     INLINE_VECTORS Step of(const AdamStep &s) {
-        return {all(s.beta1_complement),
-                all(s.beta2),
-                all(s.beta2_complement),
-                all(s.eps),
-                all(s.decay),
-                all(s.l2),
-                all(s.step_size),
-                all(s.bias2_inverse),
+        return {all(s.beta1_complement), all(s.beta2), all(s.beta2_complement), all(s.eps),
+                all(s.decay), all(s.l2), all(s.step_size), all(s.bias2_inverse),
                 all(s.grad_scale)};
     }
 };

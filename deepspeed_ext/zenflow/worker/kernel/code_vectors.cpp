@@ -33,14 +33,8 @@ struct Scales {
         const bool is_odd = (v & 1u) == 0u;  // the power is v - 127
         const float root = is_odd ? power * sqrt2 : power,
                     rest = is_odd ? power * sqrt2_rest : 0.0f;
-        return {static_cast<uint8_t>(m),
-                static_cast<uint8_t>(v),
-                of_m.unit,
-                of_m.inverse,
-                of_v.unit,
-                of_v.inverse,
-                root,
-                rest};
+        return {static_cast<uint8_t>(m), static_cast<uint8_t>(v), of_m.unit, of_m.inverse,
+                of_v.unit, of_v.inverse, root, rest};
     }
     bool finite() const { return m_stored != codes::kNotFinite && v_stored != codes::kNotFinite; }
 };

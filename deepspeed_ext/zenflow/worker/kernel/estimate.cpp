@@ -40,35 +40,27 @@ INLINE typename Element<W>::type dithered(float x) {
     return Element<W>::store(from_bits(fits));
 }
 
-// q of elements first .. last for `use(element, q)`, where q = clamp(g / d_b); a NaN stays a NaN.
-template <Dtype G, class Use>
-INLINE void for_each_normalized(const Estimate &e, int64_t first, int64_t last, const Use &use) {
-    const auto *grad = static_cast<const typename Element<G>::type *>(e.grad);
-    const float bound = e.bound;
-    int64_t block = first / e.block_size;
-    for (int64_t begin = first, end; begin < last; ++block, begin = end) {
-        const int64_t block_end = (block + 1) * e.block_size;
-        end = block_end < last ? block_end : last;
-        const float factor = e.inverse[block] * e.grad_scale;
-        INDEPENDENT
-        for (int64_t i = begin; i < end; ++i) {
-            const float x = Element<G>::load(grad[i]) * factor;
-            const float from_below = x < -bound ? -bound : x;
-            use(i, from_below > bound ? bound : from_below);
-        }
-    }
-}
-
+// The weights of elements first .. last: y less the effect of q = clamp(g / d_b). A NaN stays a NaN.
 template <Dtype W, Dtype G>
 INLINE void predict(const Estimate &e, int64_t first, int64_t last) {
     using Weight = typename Element<W>::type;
     auto *weights = static_cast<Weight *>(e.weights);
     const auto *published = static_cast<const Weight *>(e.published);
-    const float factor = -e.coefficient;
-    for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
-        const float product = q * factor;
-        weights[i] = dithered<W>(product + Element<W>::load(published[i]));
-    });
+    const auto *grad = static_cast<const typename Element<G>::type *>(e.grad);
+    const float bound = e.bound, factor = -e.coefficient;
+    int64_t block = first / e.block_size;
+    for (int64_t begin = first, end; begin < last; ++block, begin = end) {
+        const int64_t block_end = (block + 1) * e.block_size;
+        end = block_end < last ? block_end : last;
+        const float inverse = e.inverse[block] * e.grad_scale;
+        INDEPENDENT
+        for (int64_t i = begin; i < end; ++i) {
+            const float x = Element<G>::load(grad[i]) * inverse;
+            const float from_below = x < -bound ? -bound : x;
+            const float product = (from_below > bound ? bound : from_below) * factor;
+            weights[i] = dithered<W>(product + Element<W>::load(published[i]));
+        }
+    }
 }
 
 TILES(CLONES, Estimate, predict_of, predict)  // by the dtypes of the weights and of gradients

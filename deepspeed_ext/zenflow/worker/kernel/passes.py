@@ -51,7 +51,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,6 @@ __all__ = [
     "Pass",
     "Passes",
     "StateLayout",
-    "StepConstants",
     "chunk_of",
     "dtype_name",
     "rounding_key",
@@ -176,27 +175,12 @@ class Array(NamedTuple):
         return Array(self.address + begin * DTYPE_BYTES[self.dtype], self.dtype, end - begin)
 
 
-class StepConstants(Protocol):
-    """What the constants of a step have in common for all optimizers. They are dataclasses."""
-
-    @property
-    def lr(self) -> float:
-        """The learning rate."""
-
-    @property
-    def step(self) -> int:
-        """Number of this update, from 1."""
-
-    @property
-    def grad_scale(self) -> float:
-        """``c``: factor of the stored gradient (loss scale and clipping)."""
-
-
 class Passes(ABC):
     """An optimizer's arithmetic over host memory. Never instantiated."""
 
     step_type: ClassVar[type]
-    """The constants of a step, a frozen dataclass: `StepConstants`."""
+    """The constants of a step: a frozen dataclass with `lr`, `step` (number of the update, from 1)
+    and `grad_scale` (``c``: factor of the stored gradient, loss scale and clipping)."""
     function: ClassVar[str]
     """The native library's function."""
 

@@ -93,6 +93,5 @@ int32_t dsext::thread_id() { return static_cast<int32_t>(syscall(SYS_gettid)); }
 
 // Writes the Linux thread ids of the `count` threads.
 extern "C" void dsext_thread_ids(int32_t *ids, int32_t count) {
-    dsext::for_each_part(count, count,
-                         [&](int64_t i, int64_t) { ids[i] = dsext::thread_id(); });
+    dsext::for_each_part(count, count, [&](int64_t i, int64_t) { ids[i] = dsext::thread_id(); });
 }

@@ -26,58 +26,17 @@ STEPS = [
     for corrects in (True, False)
 ]
 
-EXACT = {
-    *(
-        "empty",
-        "empty_like",
-        "full_like",
-        "arange",
-        "alias",
-        "detach",
-        "view",
-        "slice",
-        "split",
-        "select",
-        "unsqueeze",
-    ),
-    *(
-        "copy_",
-        "_to_copy",
-        "clone",
-        "index_select",
-        "clamp",
-        "clamp_",
-        "ne",
-        "lt",
-        "where",
-        "masked_fill_",
-    ),
-    *("neg", "copysign_", "bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
-    *(
-        "full",
-        "fill_",
-        "scalar_tensor",
-        "lift_fresh",
-        "_local_scalar_dense",
-        "unbind",
-        "bitwise_and",
-    ),
-    *("__lshift__", "abs", "amax", "maximum", "floor_", "eq", "gt", "le", "isnan", "masked_fill"),
-    "nan_to_num_",
-}
+DO_NOT_ROUND = """
+__lshift__ __rshift__ _local_scalar_dense _to_copy abs alias amax arange bitwise_and
+bitwise_and_ bitwise_right_shift bitwise_xor_ clamp clamp_ clone copy_ copysign_ detach
+empty empty_like eq fill_ floor_ full full_like gt index_select isnan le lift_fresh lt
+masked_fill masked_fill_ maximum nan_to_num_ ne neg scalar_tensor select slice split
+unbind unsqueeze view where
+"""
+ROUND_ALIKE = "add add_ div div_ mul mul_ reciprocal reciprocal_ sub sub_"
+EXACT = set(DO_NOT_ROUND.split())
 """Operations that do not round, or round a single value when they store it."""
-ROUND_ONCE = {
-    "add",
-    "add_",
-    "sub",
-    "sub_",
-    "mul",
-    "mul_",
-    "div",
-    "div_",
-    "reciprocal",
-    "reciprocal_",
-}
+ROUND_ONCE = set(ROUND_ALIKE.split())
 """IEEE 754 operations, if the factor of a sum is 1 and the divisor is no number."""
 
 

@@ -94,11 +94,11 @@ def test_an_array_that_is_too_short_is_never_read(short: int) -> None:
 
 
 def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:
-    usual, inverse = torch.zeros(64), torch.ones(2)
-    assert host.serves(inverse, usual.bfloat16(), usual, usual)
-    assert host.serves(inverse, usual, usual.half(), usual.half())
-    assert not host.serves(inverse, usual, usual, usual.half())
-    assert not host.serves(inverse, usual, usual.double(), usual.double())
-    assert not host.serves(inverse, usual, usual, torch.zeros(128)[::2])
-    assert not host.serves(inverse.double(), usual, usual, usual)
-    assert not host.serves(inverse, torch.zeros(64, device="meta"), usual, usual)
+    usual, inverse, half = torch.zeros(64), torch.ones(2), torch.zeros(64).half()
+    assert host.serves(usual, usual, usual.bfloat16(), inverse)
+    assert host.serves(half, half, usual, inverse)
+    assert not host.serves(half, usual, usual, inverse)
+    assert not host.serves(usual.double(), usual.double(), usual, inverse)
+    assert not host.serves(torch.zeros(128)[::2], usual, usual, inverse)
+    assert not host.serves(usual, usual, usual, inverse.double())
+    assert not host.serves(usual, usual, torch.zeros(64, device="meta"), inverse)

@@ -66,7 +66,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     accelerator = SimpleNamespace(
         device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor
     )
-    monkeypatch.setattr(launch, "_kernels", lambda device_type: module)
+    monkeypatch.setattr(launch, "_found", lambda device_type: module)
     monkeypatch.setattr(launch, "missing", lambda device: None)
     monkeypatch.setattr(launch, "_variants", set())
     monkeypatch.setattr(launch, "get_accelerator", lambda: accelerator)

@@ -50,7 +50,7 @@ def test_memory_of_the_worker_does_not_grow_with_the_parameters() -> None:
 
 def test_an_exception_of_the_start_is_raised_in_the_trainer() -> None:
     with (
-        pytest.raises(WorkerError, match=r"(?s)rank 3.*raised.*OSError"),
+        pytest.raises(WorkerError, match=r"(?s)rank 3.*raised.*FileNotFoundError"),
         running(library="/nonexistent/kernel.so"),
     ):
         pass

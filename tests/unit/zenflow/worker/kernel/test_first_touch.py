@@ -24,7 +24,13 @@ TILE_NUMEL = 256
 
 
 def touchers_of(
-    kernel: NativeKernel, start: int, dtype: str, numel: int, per_block: int, *how: int | None
+    kernel: NativeKernel,
+    start: int,
+    dtype: str,
+    numel: int,
+    per_block: int,
+    block_size: int,
+    chunk: int | None,
 ) -> list[int]:
     """The thread that touches each page of an array that begins `start` bytes behind a page."""
     nbytes = start + numel * DTYPE_BYTES[dtype]
@@ -33,7 +39,7 @@ def touchers_of(
     memory = mmap.mmap(descriptor, 0)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
     found = (ctypes.c_int32 * (len(memory) // PAGE))()
-    kernel.touch(Array(address, dtype, numel), per_block, *how, touchers=found)
+    kernel.touch(Array(address, dtype, numel), per_block, block_size, chunk, found)
     assert os.fstat(descriptor).st_blocks * 512 == len(memory), "pages that nobody has touched"
     assert not memory[:].strip(b"\0"), "an array that a touch has changed"
     os.close(descriptor)
