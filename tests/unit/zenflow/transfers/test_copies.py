@@ -310,8 +310,6 @@ def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(first: s
     assert run_ranks(1, y_then_gradient, 80, first, device="sim") == [(sizes, True, True)]
 
 
-pytestmark = pytest.mark.sampled()
-
 AT_ONCE_SECONDS = 30.0
 """Far below the group's timeout, and far above what anything here takes."""
 
