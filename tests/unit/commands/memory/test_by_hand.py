@@ -3,6 +3,8 @@ are written out: nothing here but the card's size comes from the command."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from deepspeed_ext.commands.memory.fit import Fit, Question, fits
@@ -49,13 +51,13 @@ def host_bytes(name: str, rule: str, moments: str) -> float:
     """State; and a slot for gradients in bf16. The predictive rule has a slot more, two fp32
     numbers for each block of 32, and, while the model is saved alone, its weights set aside; the
     exact rule four of 64 chunks of weights on their way."""
-    slots, of_blocks, aside = (2, 8 / 32, 2) if rule == "ZenFlow" else (1, 2 * 4 / 64, 0)
+    slots, of_blocks, aside = (2, 8 / 32 + 2 * 2 / 64, 2) if rule == "ZenFlow" else (1, 2 * 4 / 64, 0)
     return MODELS[name][0] * (STATE[moments] + 2 * slots + of_blocks + aside)
 
 
-def asked(name: str, machine: Machine, *, fused: bool = False) -> dict[str, Fit]:
+def asked(name: str, machine: Machine, **how: Any) -> dict[str, Fit]:
     shape = typical(int(float(name))) if name == "7e9" else read_shape(name)[0]
-    question = Question(shape, Model(MODELS[name][0], shape.largest), machine, fused_loss=fused)
+    question = Question(shape, Model(MODELS[name][0], shape.largest), machine, **how)
     return {fit.name: fit for fit in fits(question)}
 
 
@@ -66,7 +68,7 @@ def test_bytes_and_verdicts_are_those_reckoned_by_hand(name: str, fused: bool) -
     gpu, smallest = gpu_bytes(name, fused=fused), dict[str, list[int]]()
     for host in HOSTS:
         machine = machine_of(1, 1, "rtx4090", host_bytes=host * GIB)
-        found = asked(name, machine, fused=fused)
+        found = asked(name, machine, fused_loss=fused, tokens=TOKENS)
         for rule in ("ZenFlow exact rule", "ZenFlow"):
             for moments in STATE:
                 fit = found[f"stage 2, {rule}, {moments}, gradients on host"]

@@ -173,9 +173,9 @@ def test_what_fits_leaves_the_reserve_and_room_for_activations(
     ("gpu", "host", "expected"),
     [
         (80, 512, "stage 2, ZeRO"),
-        (24, 512, "stage 3, ZeRO"),
-        (20, 512, "stage 2, ZenFlow exact rule, fp32 moments, gradients on host"),
-        (9, 512, "stage 3, ZenFlow exact rule, fp32 moments, weights on host"),
+        (24, 512, "stage 3, ZeRO, 16 micro-steps"),
+        (20, 512, "stage 2, ZeRO-Offload, 16 micro-steps"),
+        (9, 512, "stage 3, ZenFlow exact rule, fp32 moments, weights on host, 16 micro-steps"),
         (5, 512, None),
         (80, 16, None),
     ],
