@@ -32,7 +32,9 @@ def of_trl(settings: dict[str, Any], model: Any) -> Any:
 
     with example("tiny") as tiny:
         tokenizer = tiny.byte_tokenizer()
-    deepspeed_ext.enable()
+    if "deepspeed" in settings:
+        deepspeed_ext.enable()  # which the example has undone
+    tokenizer.pad_token = tokenizer.eos_token = "!"  # one of the model's 64 tokens
     data = Dataset.from_dict({"input_ids": TOKENS.tolist()})
     how = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer}
     args = SFTConfig(**settings, dataset_kwargs={"skip_prepare_dataset": True})
@@ -42,14 +44,18 @@ def of_trl(settings: dict[str, Any], model: Any) -> Any:
 TOKENS = torch.stack([each["input_ids"] for each in windows()])
 
 
-def plain_loss(folder: Path) -> float:
-    """An evaluation of what was saved, by plain transformers, as the Trainer counts it."""
+def plain_losses(folder: Path, trl: bool) -> dict[int, float]:
+    """Evaluations of what was saved after each step, by the same trainer on plain transformers."""
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    with torch.no_grad():
-        losses = [model(input_ids=two, labels=two).loss.repeat(2) for two in TOKENS.split(2)]
-    return float(torch.cat(losses).float().numpy().mean())
+    found, make = {}, of_trl if trl else of_transformers
+    settings = {"output_dir": str(folder), "per_device_eval_batch_size": 2, "use_cpu": True}
+    for step in (2, 4, 6):
+        saved = folder / f"checkpoint-{step}"
+        model = LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+        trainer = make({**settings, "report_to": "none", "bf16": False}, model)
+        found[step] = trainer.evaluate()["eval_loss"]
+    return found
 
 
 def evaluated(stage: int, zenflow: dict[str, Any], folder: str, trl: bool) -> list[dict[str, Any]]:
@@ -94,7 +100,7 @@ def test_evaluations_are_of_the_saved_model_and_training_goes_on_to_the_bit(
     settings = stage, zenflow, str(tmp_path), trl
     plain, found = run_ranks(ranks, evaluated, *settings, timeout_seconds=600)[0]
     told = {log["step"]: log["eval_loss"] for log in found["log"] if "eval_loss" in log}
-    assert told == {step: plain_loss(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)}
+    assert told == plain_losses(tmp_path, trl)
     losses = [[log["loss"] for log in each["log"] if "loss" in log] for each in (plain, found)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
