@@ -305,7 +305,6 @@ def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
         parameter_id=param.ds_id,
         numel=param.ds_numel,
         num_ranks=param.ds_zero_partition_world_size,
-        dtype=str(param.ds_tensor.dtype),
         is_quantized=is_quantized(param, settings),
         is_on_nvme=is_on_nvme(param),
     )

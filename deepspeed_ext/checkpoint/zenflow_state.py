@@ -25,7 +25,7 @@ from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, logger, one_line
 from deepspeed_ext.runtime.proc import host_id
-from deepspeed_ext.zenflow.choose_rule import SAVED
+from deepspeed_ext.zenflow.built_parts import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Observer

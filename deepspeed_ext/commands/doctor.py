@@ -14,7 +14,6 @@ import psutil
 
 from deepspeed_ext.adapter import shared_buffers
 from deepspeed_ext.cores.plan import usable_cores
-from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime.files import abandoned_locks, operator_folder
@@ -256,13 +255,7 @@ def check_binding() -> Finding:
             f"the kernel refuses sched_setaffinity: {error}",
             "allow it in the seccomp profile; until then, training runs unbound",
         )
-    if not can_set_memory_policy():
-        return (
-            "masks can be set, but the memory policy cannot",
-            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first "
-            "touch places memory",
-        )
-    return "masks and memory policy can be set", ""
+    return "masks can be set", ""
 
 
 def check_autoload() -> Finding:

@@ -1,12 +1,36 @@
-"""What all sections of the config share: unknown fields are errors, and "auto" means not given."""
+"""What sections of the config share: unknown fields are errors, and "auto" means not given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 
-__all__ = ["ConfigSection"]
+__all__ = ["MOST_CORES", "ConfigSection", "ReservedCores"]
+
+MOST_CORES = 2**16
+"""More than a Linux host can have (``NR_CPUS``)."""
+
+
+def _number_of_cores(value: int | float) -> int | float:
+    if not (1 <= value <= MOST_CORES if isinstance(value, int) else 0.0 < value < 1.0):
+        raise ValueError(
+            f"expected a count of 1 to {MOST_CORES} cores as a whole number, or a fraction of the "
+            f"cores above 0 and below 1, got {value}"
+        )
+    return value
+
+
+ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_number_of_cores)]
+"""Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly
+between 0 and 1."""
 
 
 class ConfigSection(BaseModel):

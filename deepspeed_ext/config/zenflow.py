@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from deepspeed_ext.config.core_binding import ReservedCores
-from deepspeed_ext.config.section import ConfigSection
+from deepspeed_ext.config.section import ConfigSection, ReservedCores
 
 __all__ = [
     "OF_ONE_RULE",

@@ -10,12 +10,31 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deepspeed_ext.config.core_binding import CoreBindingConfig
+from deepspeed_ext.config.section import MOST_CORES, ConfigSection
 from deepspeed_ext.config.zenflow import ZenFlowConfig
 
-__all__ = ["FlattenTier", "ZeroFields"]
+__all__ = ["CoreBindingConfig", "FlattenTier", "ZeroFields"]
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
+
+
+class CoreBindingConfig(ConfigSection):
+    """Chooses the CPU cores of PyTorch and of the optimizer process."""
+
+    enabled: bool | None = None
+    """Bind this rank's threads to its share of the host's cores. Not given: true if ZenFlow is on.
+
+    With ZenFlow, PyTorch and the optimizer process get disjoint cores. With plain ZeRO-Offload,
+    where the optimizer runs on PyTorch's threads, each rank is bound to its share of the host's
+    cores.
+    """
+
+    optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
+    """Cores per rank for the optimizer process. Not given: what ``zenflow.pt_reserved_cores``
+    leaves."""
+
+    dry_run: bool = False
+    """Log the core plan without binding anything."""
 
 
 class ZeroFields(BaseModel):

@@ -141,7 +141,7 @@ def agree(
     found = [peer for peer in ranks.gather_objects(mine) if peer.boot_id == mine.boot_id]
     with together(ranks):
         peers = sorted(found, key=lambda peer: (peer.facts.local_rank, peer.rank))
-        position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
+        position = peers.index(mine)
         if problem := _why_unbound(peers):
             warnings = (*warnings, f"no core binding on this host: {problem}")
             return Agreement(None, None, "unbound", warnings, position == 0, request)
@@ -205,28 +205,25 @@ def set_threads(threads: int) -> Callable[[], None]:
     Returns:
         A function that restores the previous counts and variables.
     """
-    torch_threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     runtimes = {path: library.omp_get_max_threads() for path, library in _loaded()}
     variables = {name: os.environ.get(name) for name in _VARIABLES}
 
+    def count(threads: int, runtimes: Mapping[str, int]) -> None:
+        torch.set_num_threads(threads)
+        for path, library in _loaded():
+            library.omp_set_num_threads(runtimes.get(path, threads))
+
     def undo() -> None:
-        _set_counts(torch_threads, lambda path: runtimes.get(path, torch_threads), variables)
-
-    _set_counts(threads, lambda path: threads, dict.fromkeys(_VARIABLES, str(threads)))
-    return undo
-
-
-def _set_counts(
-    torch_threads: int, of_runtime: Callable[[str], int], variables: Mapping[str, str | None]
-) -> None:
-    torch.set_num_threads(torch_threads)
-    for path, library in _loaded():
-        library.omp_set_num_threads(of_runtime(path))
-    for name, value in variables.items():
-        if value is None:
+        count(before, runtimes)
+        for name, value in variables.items():
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            if value is not None:
+                os.environ[name] = value
+
+    count(threads, {})
+    os.environ.update(dict.fromkeys(_VARIABLES, str(threads)))
+    return undo
 
 
 def start_pool(threads: int) -> None:
@@ -245,18 +242,12 @@ def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
             continue
 
 
-@dataclass
-class _Before:
-    """State of the threads before any binding."""
-
-    masks: Mapping[int, frozenset[int]]
-    restore_counts: Callable[[], None] | None = None
-    """None: not changed yet."""
-
-
 _plans: list[RankPlan] = []
 """Of the bindings of this process, the oldest first: its threads follow the last one."""
-_before: _Before | None = None
+_masks: Mapping[int, frozenset[int]] | None = None
+"""Of its threads, before any binding."""
+_undo: Callable[[], None] | None = None
+"""Restores the thread counts from before any binding."""
 
 
 def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
@@ -270,23 +261,24 @@ def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
     Raises:
         OSError: the kernel refused, or does not report the threads' masks.
     """
-    global _before
+    global _masks
     # Append first: the garbage collector may call `_release_threads` for another engine at any
     # point.
     _plans.append(plan)
-    if _before is None:
-        _before = _Before(own_masks())
+    if _masks is None:
+        _masks = own_masks()
         masks.keep_mask(allowed)
-    elif _plans[-2:-1] != [plan]:
-        restore(_before.masks)
-    _apply(plan, _before)
+    else:
+        restore(_masks)
+    _apply(plan)
 
 
-def _apply(plan: RankPlan, before: _Before) -> None:
+def _apply(plan: RankPlan) -> None:
+    global _undo
     setting = omp_binding(os.environ)
     _confine(plan)
-    restore_counts = set_threads(plan.pytorch_threads)
-    before.restore_counts = before.restore_counts or restore_counts
+    undo = set_threads(plan.pytorch_threads)
+    _undo = _undo or undo
     if setting is not None:
         warn_once(
             f"core binding: {setting} makes OpenMP bind threads itself. "
@@ -306,27 +298,26 @@ def _confine(plan: RankPlan) -> None:
 def _release_threads(plan: RankPlan) -> None:
     """End a binding: the previous binding's plan applies again or, after the last one, the original
     state. Never raises."""
-    global _before
+    global _masks, _undo
     if plan not in _plans:
         return
-    ended = _plans[-1]
     _plans.remove(plan)
-    if _plans[-1:] == [ended] or _before is None:
+    if _masks is None:
         return
-    restore(_before.masks)
+    restore(_masks)
     if _plans:
         try:
-            _apply(_plans[-1], _before)
+            _apply(_plans[-1])
         except Exception as error:
             logger.warning(
                 "core binding: cannot confine the threads "
                 f"to CPUs {list(_plans[-1].pytorch)} again ({error})"
             )
         return
-    if _before.restore_counts is not None:
-        _before.restore_counts()
+    if _undo is not None:
+        _undo()
     masks.keep_mask(None)
-    _before = None
+    _masks = _undo = None
 
 
 DISABLE_VARIABLE = "DSEXT_BIND"

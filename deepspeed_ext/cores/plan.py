@@ -85,8 +85,6 @@ class RankPlan:
     """Number of training cores, which is the number of OpenMP threads."""
     numa_node: int
     """Node of the first training core; -1 if it is on no node."""
-    optimizer_node: int
-    """Node of the optimizer's cores; -1 if they are on no node, or on several."""
     flags: tuple[str, ...] = ()
     """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware
     threads of one core. ``split``: the optimizer's cores are on several nodes, so each of its
@@ -140,9 +138,9 @@ def plan_host(
 
 
 def usable_cores(topology: Topology, allowed: frozenset[int]) -> Usable:
-    """Return the cores that a rank may use. Isolated CPUs and low-power cores are left out unless
-    the rank has no others."""
-    allowed = allowed - topology.isolated - topology.low_power or allowed
+    """Return the cores that a rank may use. Isolated CPUs are left out unless the rank has no
+    others."""
+    allowed = allowed - topology.isolated or allowed
     usable = {
         core: tuple(pu for pu in core.pus if pu in allowed)
         for core in sorted(topology.cores, key=lambda core: core.order)
@@ -167,63 +165,58 @@ class _HostPlanner:
             usable = usable_cores(self.topology, rank.allowed)
             groups.setdefault(tuple(usable.items()), []).append(rank)
         holders = Counter(core for items in groups for core, _ in items)
-        plans, overlapping, uneven = list[RankPlan](), list[int](), list[int]()
+        plans = list[RankPlan]()
+        unbound: dict[str, list[int]] = {_OVERLAPPING: [], _UNEVEN: []}
         for items, members in groups.items():
             local_ranks = [rank.local_rank for rank in members]
             if any(holders[core] > 1 for core, _ in items):
-                overlapping += local_ranks
+                unbound[_OVERLAPPING] += local_ranks
             elif self.topology.is_hybrid and len(members) > 1:
-                uneven += local_ranks
+                unbound[_UNEVEN] += local_ranks
             else:
                 plans += self._plan_group(members, dict(items))
         plans.sort(key=lambda plan: plan.local_rank)
-        self._warn(plans, overlapping, uneven)
-        unbound = tuple(sorted(overlapping + uneven))
-        idle = () if unbound else self._idle(plans)
+        self._warn(plans, unbound)
+        left = tuple(sorted(rank for ranks in unbound.values() for rank in ranks))
+        idle = () if left else self._idle(plans)
         if idle:
             self.warnings.append(f"CPUs {format_cpulist(idle)} stay idle")
-        return HostPlan(tuple(plans), unbound, idle, tuple(self.warnings))
+        return HostPlan(tuple(plans), left, idle, tuple(self.warnings))
 
     def _plan_group(self, ranks: Sequence[RankFacts], usable: Usable) -> Iterator[RankPlan]:
         """Plan ranks that may use the same cores."""
         cores = list(usable)
         if len(cores) < len(ranks):
             for index, rank in enumerate(ranks):
-                core = cores[index % len(cores)]
-                yield self._on_one_core(rank, core, usable[core], is_crowded=True)
+                yield self._on_one_core(rank, cores[index % len(cores)], usable, is_crowded=True)
             return
-        if len(ranks) == 1:
-            whose = f"{counted(len(cores), 'core')} of its own"
-        else:
-            whose = f"a slice of {len(cores)} cores shared by {len(ranks)} ranks"
         for rank, mine in self._divide(ranks, cores):
             if len(mine) == 1 and self.request.separate:
-                yield self._on_one_core(rank, mine[0], usable[mine[0]], is_crowded=False)
+                yield self._on_one_core(rank, mine[0], usable, is_crowded=False)
             else:
-                yield self._on_own_cores(rank, mine, usable, whose)
+                yield self._on_own_cores(rank, mine, usable)
 
     def _divide(
         self, ranks: Sequence[RankFacts], cores: Sequence[Core]
     ) -> Iterator[tuple[RankFacts, list[Core]]]:
         """Yield each rank with its cores, nearest to its home first; at least as many cores as
         ranks."""
-        nodes = sorted({core.node for core in cores})
+        nodes, distance = sorted({core.node for core in cores}), self.topology.distance
         number = min(len(nodes), len(ranks))
         cuts = [index * len(nodes) // number for index in range(number + 1)]
         places = [nodes[first:last] for first, last in pairwise(cuts)]
         held = [[core for core in cores if core.node in place] for place in places]
         homes = [self._nearest(rank.accelerator_node, nodes) for rank in ranks]
-        for index, members in enumerate(_seated(self.topology, homes, places, held)):
+        for index, members in enumerate(self._seated(homes, places, held)):
             home = homes[members[0]] if members else None
             if home is None or home not in places[index]:
                 most = Counter(core.node for core in held[index])
                 home = max(most, key=lambda node: (most[node], -node))
-            near_first = sorted(
-                held[index], key=lambda core: (self.topology.distance(home, core.node), core.order)
+            left = iter(
+                sorted(held[index], key=lambda core: (distance(home, core.node), core.order))
             )
-            left = iter(near_first)
             for position, member in enumerate(members):
-                share = (len(near_first) + len(members) - 1 - position) // len(members)
+                share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
                 yield ranks[member], list(islice(left, limit))
 
@@ -232,34 +225,63 @@ class _HostPlanner:
             return None
         return min(nodes, key=lambda node: (self.topology.distance(wanted, node), node))
 
+    def _seated(
+        self,
+        homes: Sequence[int | None],
+        places: Sequence[Sequence[int]],
+        held: Sequence[Sequence[Core]],
+    ) -> list[list[int]]:
+        """Return the ranks of each place, as indices of ``homes``.
+
+        Args:
+            homes: node nearest to each rank's accelerator; None if that is unknown.
+            places: nodes of each place.
+            held: cores of each place.
+        """
+        indices, distance = range(len(places)), self.topology.distance
+        wanted = Counter(index for index in indices for home in homes if home in places[index])
+        seats: Counter[int] = Counter()
+        for _ in homes:  # to the place that then has most cores per rank
+            seats[
+                max(
+                    indices, key=lambda i: (len(held[i]) / (seats[i] + 1), wanted[i] - seats[i], -i)
+                )
+            ] += 1
+        seated: dict[int, int] = {}
+        for rank, home in enumerate(homes):
+            index = next((index for index in indices if home in places[index]), None)
+            if index is not None and seats[index]:
+                seated[rank] = index
+                seats[index] -= 1
+        for rank in [rank for rank in range(len(homes)) if rank not in seated]:
+            home, free = homes[rank], [index for index in indices if seats[index]]
+            far = [0 if home is None else distance(home, places[index][0]) for index in free]
+            seated[rank] = free[far.index(min(far))]
+            seats[seated[rank]] -= 1
+        return [[rank for rank in sorted(seated) if seated[rank] == index] for index in indices]
+
     def _quota_cores(self, rank: RankFacts) -> float | None:
         """The rank's share of the tightest quota, in cores; None if there is none."""
         sharers = Counter(quota.group for other in self.ranks for quota in other.quotas)
         return min((quota.cores / sharers[quota.group] for quota in rank.quotas), default=None)
 
-    def _on_own_cores(
-        self, rank: RankFacts, cores: Sequence[Core], usable: Usable, whose: str
-    ) -> RankPlan:
+    def _on_own_cores(self, rank: RankFacts, cores: Sequence[Core], usable: Usable) -> RankPlan:
         training, optimizer, why = self._split(rank, len(cores))
         rest = cores[training:]
         by_node = ([core for core in rest if core.node == other.node] for other in rest)
         chosen = next((part for part in by_node if len(part) >= optimizer), rest)[:optimizer]
         nodes = {core.node for core in chosen or cores[:1]}
         home, wanted = cores[0].node, rank.accelerator_node
-        where = f"on node {home}"
-        if wanted == home:
-            where += ", the accelerator's"
-        elif wanted is not None:
-            where += f"; the accelerator's node {wanted} has no cores or no room"
+        if wanted not in (None, home):
+            why = f"the accelerator's node {wanted} has no cores or no room; {why}"
         return RankPlan(
             local_rank=rank.local_rank,
             pytorch=tuple(sorted(pu for core in cores[:training] for pu in usable[core])),
             optimizer=tuple(sorted(usable[core][0] for core in chosen)),
             pytorch_threads=training,
             numa_node=home,
-            optimizer_node=min(nodes) if len(nodes) == 1 else -1,
             flags=(*(["split"] if len(nodes) > 1 else []), *self._common_flags(rank)),
-            reason=f"{whose}; {where}; {why}",
+            reason=why,
         )
 
     def _split(self, rank: RankFacts, total: int) -> tuple[int, int, str]:
@@ -277,20 +299,18 @@ class _HostPlanner:
                     f"local rank {rank.local_rank} has {counted(total, 'core')}: "
                     f"{role} gets {got} instead of {wanted}"
                 )
-        if reserved is not None:
-            return training, optimizer, f"{reserved} kept for PyTorch as requested"
-        if limit is not None:
-            return training, optimizer, f"{limit} for the optimizer as requested"
-        kept = "half" if self.request.on_cpu else "few"
-        beside = "" if self.request.on_cpu else " beside an accelerator"
-        return training, optimizer, f"{kept} kept for PyTorch{beside}"
+        if reserved is not None or limit is not None:
+            return training, optimizer, "as requested"
+        on_cpu = self.request.on_cpu
+        kept = "half kept for PyTorch" if on_cpu else "few kept for PyTorch beside an accelerator"
+        return training, optimizer, kept
 
     def _on_one_core(
-        self, rank: RankFacts, core: Core, pus: tuple[int, ...], *, is_crowded: bool
+        self, rank: RankFacts, core: Core, usable: Usable, *, is_crowded: bool
     ) -> RankPlan:
         """Plan a single core for both roles: each gets a hardware thread if there are two, else
         they share one."""
-        is_separate = self.request.separate
+        is_separate, pus = self.request.separate, usable[core]
         flags = ["shared"] if is_crowded or (len(pus) == 1 and is_separate) else []
         flags += ["smt"] if len(pus) > 1 and is_separate else []
         return RankPlan(
@@ -299,7 +319,6 @@ class _HostPlanner:
             optimizer=(pus[1:2] or pus[:1]) if is_separate else (),
             pytorch_threads=1,
             numa_node=core.node,
-            optimizer_node=core.node,
             flags=(*flags, *self._common_flags(rank)),
             reason="more ranks than cores" if is_crowded else "a single core",
         )
@@ -317,24 +336,20 @@ class _HostPlanner:
         allowed = frozenset().union(*(rank.allowed for rank in self.ranks))
         return tuple(sorted(cpu for cpu in allowed & core_of.keys() if core_of[cpu] not in used))
 
-    def _warn(
-        self, plans: Sequence[RankPlan], overlapping: Sequence[int], uneven: Sequence[int]
-    ) -> None:
+    def _warn(self, plans: Sequence[RankPlan], unbound: Mapping[str, Sequence[int]]) -> None:
         for flag, text in _FLAG_WARNINGS.items():
             flagged = [str(plan.local_rank) for plan in plans if flag in plan.flags]
             if flagged:
                 which = "local rank" if len(flagged) == 1 else "each of local ranks"
                 self.warnings.append(f"{which} {', '.join(flagged)} {text}")
-        for unbound, why, or_else in (
-            (overlapping, "their CPUs overlap only in part", ", or all the same ones"),
-            (uneven, "they would divide cores of different speeds", ""),
-        ):
-            if unbound:
-                self.warnings.append(
-                    f"local ranks {format_cpulist(unbound)} stay unbound, because {why}: "
-                    f"give each rank its own CPUs{or_else}"
-                )
+        for why, ranks in unbound.items():
+            if ranks:
+                named = f"local ranks {format_cpulist(ranks)} stay unbound"
+                self.warnings.append(f"{named}, because {why}")
 
+
+_OVERLAPPING = "their CPUs overlap only in part: give each rank its own CPUs, or all the same ones"
+_UNEVEN = "they would divide cores of different speeds: give each rank its own CPUs"
 
 _FLAG_WARNINGS = {
     "shared": "must share a core between its roles or with other ranks: give the job more cores",
@@ -344,42 +359,6 @@ _FLAG_WARNINGS = {
     ),
     "isolated": "has only isolated CPUs: each thread is pinned to one of them",
 }
-
-
-def _seated(
-    topology: Topology,
-    homes: Sequence[int | None],
-    places: Sequence[Sequence[int]],
-    held: Sequence[Sequence[Core]],
-) -> list[list[int]]:
-    """Return the ranks of each place, as indices of ``homes``.
-
-    Args:
-        homes: node nearest to each rank's accelerator; None if that is unknown.
-        places: nodes of each place.
-        held: cores of each place.
-    """
-    indices = range(len(places))
-    wanted = Counter(index for index in indices for home in homes if home in places[index])
-    seats: Counter[int] = Counter()
-    for _ in homes:  # to the place that then has most cores per rank
-        seats[
-            max(indices, key=lambda i: (len(held[i]) / (seats[i] + 1), wanted[i] - seats[i], -i))
-        ] += 1
-    seated: list[list[int]] = [[] for _ in places]
-    for is_home_free in (True, False):
-        for rank, home in enumerate(homes):
-            open_places = [index for index in indices if len(seated[index]) < seats[index]]
-            if is_home_free:
-                open_places = [index for index in open_places if home in places[index]]
-            if open_places and not any(rank in members for members in seated):
-                nearest = min(
-                    open_places,
-                    key=lambda i: 0 if home is None else topology.distance(home, places[i][0]),
-                )
-                seated[nearest].append(rank)
-    return [sorted(members) for members in seated]
-
 
 DEFAULT_RESERVED_FRACTION = 0.5
 """Fraction of a rank's cores kept for PyTorch by default if the CPU is the accelerator, and
@@ -453,48 +432,39 @@ def read_host(
     if not Path(root).is_dir():
         raise ConfigError(f"--root {root} is not a directory; give the one that holds sys and proc")
     topology = read_topology(root)
-    if allowed and accelerator_nodes and len(allowed) != len(accelerator_nodes):
-        raise ConfigError(
-            f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes "
-            "(--gpu-node): give each option once per local rank"
-        )
     number = len(allowed or accelerator_nodes or [None])
     nodes = accelerator_nodes or [None] * number
+    if len(nodes) != number:
+        raise ConfigError(
+            f"{number} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
+            "(--gpu-node): give each option once per local rank"
+        )
     for node in nodes:
         if node is not None and topology.nodes and node not in topology.nodes:
             raise ConfigError(
                 f"--gpu-node {node}: this host has no such NUMA node (nodes: "
                 f"{format_cpulist(topology.nodes)})"
             )
-    warnings: list[str] = []
+    cpus, warnings = (frozenset(), ()) if allowed else find_allowed(topology, root, environ)
+    masks, quotas = [cpus] * number, read_cpu_quotas(root)
     if allowed:
-        masks = [_stated(topology, rank, text, warnings) for rank, text in enumerate(allowed)]
-    else:
-        cpus, found = find_allowed(topology, root, environ)
-        masks = [cpus] * number
-        warnings += found
-    quotas = read_cpu_quotas(root)
+        masks = [_stated(topology, text) for text in allowed]
     ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quotas) for rank in range(number))
-    return topology, ranks, tuple(warnings)
+    return topology, ranks, warnings
 
 
-def _stated(topology: Topology, rank: int, text: str, warnings: list[str]) -> frozenset[int]:
-    """The online CPUs of ``--allowed``; adds a warning for others."""
+def _stated(topology: Topology, text: str) -> frozenset[int]:
+    """The online CPUs of ``--allowed``."""
     try:
         cpus = parse_cpulist(text)
     except ValueError as error:
         raise ConfigError(f"--allowed {text!r}: {error}") from None
-    online = cpus & topology.cpus
-    if not online:
-        raise ConfigError(
-            f"--allowed {text!r}: none of these CPUs is online (online: "
-            f"{format_cpulist(topology.cpus)})"
-        )
-    if online != cpus:
-        warnings.append(
-            f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are offline and not used"
-        )
-    return online
+    if cpus <= topology.cpus:
+        return cpus
+    raise ConfigError(
+        f"--allowed {text!r}: CPUs {format_cpulist(cpus - topology.cpus)} are not online (online: "
+        f"{format_cpulist(topology.cpus)})"
+    )
 
 
 def plan_text(topology: Topology, plan: HostPlan) -> str:

@@ -4,14 +4,12 @@ Linux binds threads, not processes: setting the mask of a process id moves its m
 each later thread starts with the mask of its creator. So `confine` visits every thread, and repeats
 until a pass changes nothing.
 
-The optimizer process sets its own CPUs, threads and memory node before it imports torch, from a
-`WorkerPlacement` that its parent sends as one word. So the parent moves none of its own threads,
-and no numactl binary is needed.
+The optimizer process sets its own CPUs and threads before it imports torch, from a
+`WorkerPlacement` that its parent sends. So the parent moves none of its own threads, and no numactl
+binary is needed.
 """
 
-import ctypes
 import os
-import platform
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,11 +24,10 @@ from deepspeed_ext.cores.topology import (
     thread_masks,
 )
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist, read_cpu_quota_cores
+from deepspeed_ext.runtime.proc import format_cpulist, read_cpu_quota_cores
 
 __all__ = [
     "WorkerPlacement",
-    "can_set_memory_policy",
     "confine",
     "outside",
     "own_masks",
@@ -123,17 +120,12 @@ def restore(saved: Mapping[int, frozenset[int]]) -> None:
             return
 
 
-MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
-SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "riscv64": 237}
-
-
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """CPUs and memory node of a process that runs one thread per CPU."""
+    """CPUs of a process that runs one thread per CPU. Its memory is where its threads touch it
+    first."""
 
     cpus: frozenset[int]
-    numa_node: int = -1
-    """NUMA node to prefer for memory; -1 for none."""
     pin_each_thread: bool = False
     """Whether each thread is pinned to its own CPU: on isolated CPUs, and if the CPUs span several
     memory nodes, so that a thread stays near the pages that it touched first."""
@@ -141,22 +133,7 @@ class WorkerPlacement:
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
         """Return the placement of a rank's optimizer process."""
-        pin_each_thread = bool({"isolated", "split"} & set(plan.flags))
-        return cls(frozenset(plan.optimizer), plan.optimizer_node, pin_each_thread)
-
-    def __str__(self) -> str:
-        """Return one word for a command line: ``8-15@0`` is CPUs 8 to 15 with memory on node 0."""
-        return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.pin_each_thread else ''}"
-
-    @classmethod
-    def parse(cls, text: str) -> "WorkerPlacement":
-        """Parse what `__str__` wrote.
-
-        Raises:
-            ValueError: the text is not a placement.
-        """
-        cpus, _, node = text.partition("@")
-        return cls(parse_cpulist(cpus), int(node.rstrip("!")), text.endswith("!"))
+        return cls(frozenset(plan.optimizer), bool({"isolated", "split"} & set(plan.flags)))
 
     @property
     def threads(self) -> int:
@@ -193,35 +170,10 @@ class WorkerPlacement:
                 _set_mask(tid, self.cpus)
         except (OSError, AttributeError) as error:
             return f"cannot bind to CPUs {format_cpulist(self.cpus)}: {error}"
-        if self.numa_node >= 0:
-            _prefer_memory_of(self.numa_node)
         got = frozenset(os.sched_getaffinity(0))
         if got != self.cpus:
             return f"asked for CPUs {format_cpulist(self.cpus)}, got {format_cpulist(got)}"
         return None
-
-
-def _prefer_memory_of(node: int) -> None:
-    """Set the memory policy to prefer ``node``.
-
-    A strict policy could cause out-of-memory kills. If a sandbox refuses the call, first touch
-    decides.
-    """
-    number = SET_MEMPOLICY.get(platform.machine())
-    if number is None:
-        return
-    bits = ctypes.sizeof(ctypes.c_ulong) * 8
-    mask = (ctypes.c_ulong * (node // bits + 1))()
-    mask[node // bits] = 1 << node % bits
-    # The kernel reads one bit fewer than the number it is given.
-    ctypes.CDLL(None).syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1)
-
-
-def can_set_memory_policy() -> bool:
-    """Whether the kernel lets this process set its memory policy; resets the policy to the
-    default."""
-    number = SET_MEMPOLICY.get(platform.machine())
-    return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
 
 
 def unbound_threads(

@@ -1,9 +1,8 @@
 """Reads the cores of a host from Linux's sysfs, and which of its CPUs this process may use.
 
-Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes, caches and speeds come from
-sysfs, with a fallback for every file that containers or broken firmware leave out. The allowed CPUs
-are those that the user or the scheduler allows this process: no plan uses any other. Tests supply
-their own directory tree.
+Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes and speeds come from sysfs, with
+a fallback for every file that containers leave out. The allowed CPUs are those that the user or the
+scheduler allows this process: no plan uses any other. Tests supply their own directory tree.
 """
 
 import hashlib
@@ -11,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,7 +22,6 @@ from deepspeed_ext.runtime.proc import (
     numbered,
     parse_cpulist,
     read_cpus,
-    read_cpuset,
     read_int,
     read_text,
 )
@@ -42,8 +39,8 @@ __all__ = [
     "thread_masks",
 ]
 
-# Cores whose capacity is at least this fraction of the fastest one's count as equal.
 SAME_SPEED_FRACTION = 0.9
+"""Cores whose capacity is at least this fraction of the fastest one's count as equal."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,11 @@ class Core:
     """CPU numbers of its online hardware threads (processing units), ascending."""
     node: int = 0
     """NUMA node; -1 if sysfs assigns none."""
-    cache: int = -1
-    """Lowest CPU number that shares its last-level cache; -1 if unknown."""
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Sort key: node-major, with cores of one last-level cache together."""
-        return self.node, self.cache, self.id
+    def order(self) -> tuple[int, int]:
+        """Sort key: node-major."""
+        return self.node, self.id
 
 
 @dataclass(frozen=True)
@@ -77,15 +72,13 @@ class Topology:
     """Row and column i belong to ``nodes[i]``; empty if unknown."""
     isolated: frozenset[int] = frozenset()
     """CPUs without the scheduler's load balancing (isolcpus); used only if there are no others."""
-    low_power: frozenset[int] = frozenset()
-    """CPUs of low-power island cores (LP-E); used only if there are no others."""
     is_hybrid: bool = False
     """Whether some cores are slower than others."""
 
     @cached_property
     def cpus(self) -> frozenset[int]:
         """Every online CPU."""
-        return frozenset(pu for core in self.cores for pu in core.pus)
+        return frozenset(self.core_of)
 
     @cached_property
     def core_of(self) -> dict[int, Core]:
@@ -103,8 +96,7 @@ class Topology:
 
     def digest(self) -> str:
         """Return a hash that is equal for two ranks that see the same host."""
-        sets = {"isolated": sorted(self.isolated), "low_power": sorted(self.low_power)}
-        facts = asdict(self) | sets
+        facts = asdict(self) | {"isolated": sorted(self.isolated)}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -143,44 +135,24 @@ def read_topology(root: Path | str = "/") -> Topology:
             f"found no online CPU under {base}, or not those that the kernel gives this process: "
             "mount /sys, and without a container's view of it (lxcfs)"
         )
-    # Read only CPUs that have a directory: with a wrong `online` list, probing every CPU's files
-    # could take minutes.
-    described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
-    siblings = _read_siblings(base, described) | {
-        cpu: frozenset({cpu}) for cpu in online - described
-    }
-    nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
-    low_power, is_hybrid = _read_speeds(root, online)
-    cores = [
-        Core(
-            id=first,
-            pus=tuple(sorted(full)),
-            node=node_of.get(first, -1),
-            cache=_read_cache(base / f"cpu{first}/cache") if first in described else -1,
-        )
-        for first, full in siblings.items()
-        if first == min(full)
-    ]
-    isolated = read_cpus(base / "isolated") or frozenset()
-    ordered = tuple(sorted(cores, key=lambda core: core.order))
-    return Topology(ordered, nodes, distances, isolated & online, low_power, is_hybrid)
-
-
-def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Read the online hardware threads of each CPU's core; a CPU with an inconsistent file is its
-    own core."""
-    siblings_of: dict[int, frozenset[int]] = {}
-    for cpu in online:
+    threads: dict[int, list[int]] = {}
+    for cpu in sorted(online):
         topology = base / f"cpu{cpu}/topology"
-        found = read_cpus(topology / "core_cpus_list")
-        found = found or read_cpus(topology / "thread_siblings_list")
-        siblings_of[cpu] = (found or frozenset()) & online
-    return {
-        cpu: full
-        if cpu in full and all(siblings_of[other] == full for other in full)
-        else frozenset({cpu})
-        for cpu, full in siblings_of.items()
-    }
+        siblings = (
+            read_cpus(topology / "core_cpus_list")
+            or read_cpus(topology / "thread_siblings_list")
+            or frozenset()
+        )
+        threads.setdefault(min({cpu, *siblings & online}), []).append(cpu)
+    nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
+    cores = [Core(pus[0], tuple(pus), node_of.get(pus[0], -1)) for pus in threads.values()]
+    return Topology(
+        tuple(sorted(cores, key=lambda core: core.order)),
+        nodes,
+        distances,
+        (read_cpus(base / "isolated") or frozenset()) & online,
+        _is_hybrid(root, online),
+    )
 
 
 def _read_nodes(
@@ -191,59 +163,33 @@ def _read_nodes(
     paths = dict(numbered(base, "node"))
     if not paths:
         return (), (), dict.fromkeys(online, 0)
-    node_of: dict[int, int] = {}
-    for node, path in paths.items():
-        for cpu in read_cpus(path / "cpulist") or ():
-            node_of.setdefault(cpu, node)
+    node_of = {
+        cpu: node for node, path in paths.items() for cpu in read_cpus(path / "cpulist") or ()
+    }
     texts = [(read_text(path / "distance") or "").split() for path in paths.values()]
     is_whole = all(len(row) == len(paths) and all(map(str.isdecimal, row)) for row in texts)
     rows = tuple(tuple(map(int, row)) for row in texts) if is_whole else ()
     return tuple(paths), rows, node_of
 
 
-def _read_cache(directory: Path) -> int:
-    """Read the lowest CPU that shares the highest-level data cache; -1 if unknown."""
-    best_level, lowest = 0, -1
-    for _, index in numbered(directory, "index"):
-        level = read_int(index / "level") or 0
-        shared = read_cpus(index / "shared_cpu_list")
-        if level > best_level and shared and read_text(index / "type") != "Instruction":
-            best_level, lowest = level, min(shared)
-    return lowest
-
-
-def _read_speeds(root: Path, online: frozenset[int]) -> tuple[frozenset[int], bool]:
-    """Read (low-power CPUs, whether cores differ in speed) from the PMU of each kind of core, or
-    else from capacities."""
-    names = ("cpu_core", "cpu_atom", "cpu_lowpower")
-    kinds = [read_cpus(root / f"sys/devices/{name}/cpus") or frozenset() for name in names]
-    if kinds[0] & online:
-        return kinds[2] & online, bool((kinds[1] | kinds[2]) & online)
-    base = root / "sys/devices/system/cpu"
-    speeds = [read_int(path / "cpu_capacity") or 0 for cpu, path in numbered(base, "cpu")]
-    is_hybrid = min(speeds, default=0) < SAME_SPEED_FRACTION * max(speeds, default=0)
-    return frozenset(), is_hybrid and min(speeds) > 0
+def _is_hybrid(root: Path, online: frozenset[int]) -> bool:
+    """Whether cores differ in speed, by the PMU of each kind of core, or else by capacities."""
+    devices = root / "sys/devices"
+    if fast := (read_cpus(devices / "cpu_core/cpus") or frozenset()) & online:
+        return fast != online
+    speeds = [
+        read_int(path / "cpu_capacity") or 0 for _, path in numbered(devices / "system/cpu", "cpu")
+    ]
+    return 0 < min(speeds, default=0) < SAME_SPEED_FRACTION * max(speeds, default=0)
 
 
 def read_accelerator_node(
     topology: Topology, pci_address: str, root: Path | str = "/"
 ) -> int | None:
     """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware
-    does not report it.
-
-    A node without CPUs is returned only if the device's local CPUs name no other one; the planner
-    then uses the nearest node with cores.
-    """
-    device = Path(root, "sys/bus/pci/devices", pci_address.lower())
-    node = read_int(device / "numa_node")
-    if any(core.node == node for core in topology.cores):
-        return node
-    local = read_cpus(device / "local_cpulist") or frozenset()
-    # Firmware that knows nothing, or a single node, reports every CPU as local: ignore that.
-    if local & topology.cpus and not local >= topology.cpus:
-        votes = Counter(topology.core_of[cpu].node for cpu in local & topology.cpus)
-        return max(sorted(votes), key=votes.__getitem__)
-    return node if node in topology.nodes else None
+    does not report it. If it has no CPUs, the planner uses the nearest node with cores."""
+    node = read_int(Path(root, "sys/bus/pci/devices", pci_address.lower(), "numa_node"))
+    return node if node in {*topology.nodes, *(core.node for core in topology.cores)} else None
 
 
 ALLOWED_VARIABLE = "DSEXT_ALLOWED_CPUS"
@@ -280,9 +226,8 @@ def find_allowed(
     """
     environ = os.environ if environ is None else environ
     root, live = Path(root), Path(root) == Path("/")
-    stated = environ.get(ALLOWED_VARIABLE)
     warnings: tuple[str, ...] = ()
-    if stated:
+    if stated := environ.get(ALLOWED_VARIABLE):
         source = ALLOWED_VARIABLE
         try:
             cpus = parse_cpulist(stated)
@@ -292,14 +237,15 @@ def find_allowed(
             ) from None
     else:
         source = "mask of the process"
-        initial = masks.initial_mask() if live else None
-        if initial is None:
-            union = frozenset().union(*thread_masks(root / "proc/self").values())
-            present = masks.present_mask() if live else None
-            initial, warnings = _see_through_omp(
-                union or present or topology.cpus, topology, root, environ
+        initial, present = (masks.initial_mask(), masks.present_mask()) if live else (None, None)
+        union = frozenset().union(*thread_masks(root / "proc/self").values())
+        cpus = initial or union or present or topology.cpus
+        setting, on = omp_binding(environ), {topology.core_of.get(cpu) for cpu in cpus}
+        if initial is None and setting and len(on) == 1 < len(topology.cores):
+            warnings = (
+                f"{setting} may have narrowed the allowed CPUs to {format_cpulist(cpus)}; unset "
+                f"it, import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}",
             )
-        cpus = initial
     if not cpus & topology.cpus:
         raise (ConfigError if stated else UnsupportedError)(
             f"none of the allowed CPUs {format_cpulist(cpus)} ({source}) is online "
@@ -317,22 +263,3 @@ def thread_masks(process: Path) -> dict[int, frozenset[int]]:
         for tid, folder in folders.items()
     }
     return {tid: parse_cpulist(line[1]) for tid, line in lines.items() if line}
-
-
-def _see_through_omp(
-    cpus: frozenset[int], topology: Topology, root: Path, environ: Mapping[str, str]
-) -> tuple[frozenset[int], tuple[str, ...]]:
-    """If OpenMP may have bound the main thread to one core, use the cpuset, or only warn if there
-    is none."""
-    setting = omp_binding(environ)
-    cores = {topology.core_of[cpu].id for cpu in cpus & topology.cpus}
-    if setting is None or len(cores) != 1 or len(topology.cores) == 1:
-        return cpus, ()
-    cpuset = (read_cpuset(root) or topology.cpus) & topology.cpus
-    if cpus < cpuset < topology.cpus:
-        return cpuset, (f"{setting} narrowed the mask; using the cpuset instead",)
-    warning = (
-        f"{setting} may have narrowed the allowed CPUs to {format_cpulist(cpus)}; unset it, "
-        f"import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}"
-    )
-    return cpus, (warning,)

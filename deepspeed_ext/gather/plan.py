@@ -43,7 +43,6 @@ class ParameterFacts:
     """Elements of the whole parameter, without padding."""
     num_ranks: int
     """Number of ranks that the parameter is partitioned over."""
-    dtype: str
     is_quantized: bool = False
     is_on_nvme: bool = False
 
@@ -137,8 +136,8 @@ def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherP
         min_numel: parameters with fewer elements share buckets; 0: none does.
     """
     facts = sorted(parameters, key=lambda parameter: parameter.parameter_id)
-    numels = {parameter.parameter_id: parameter.numel for parameter in facts}
-    found = {parameter.parameter_id: _reason_for_upstream(parameter) for parameter in facts}
+    numels = {each.parameter_id: each.numel for each in facts}
+    found = {each.parameter_id: _reason_for_upstream(each) for each in facts}
     reasons = {number: reason for number, reason in found.items() if reason is not None}
     modes = {
         number: GatherMode.UPSTREAM

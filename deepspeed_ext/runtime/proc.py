@@ -27,7 +27,6 @@ __all__ = [
     "read_cpu_quota_cores",
     "read_cpu_quotas",
     "read_cpus",
-    "read_cpuset",
     "read_int",
     "read_text",
     "total_host_bytes",
@@ -182,15 +181,6 @@ def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
     """Return the tightest CPU quota from this process's group up to the root, in cores; None if
     there is no quota."""
     return min((quota.cores for quota in read_cpu_quotas(root)), default=None)
-
-
-def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
-    """Return the CPUs of the nearest group with a cpuset; None if no group has one."""
-    for group in own_groups(Path(root), "cpuset"):
-        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
-            if cpus := read_cpus(group / name):
-                return cpus
-    return None
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:

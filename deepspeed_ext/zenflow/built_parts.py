@@ -1,9 +1,9 @@
-"""Builds what depends on the share that steps on the accelerator: kernels, and the rule's view of a
-partition."""
+"""What a plan becomes: the classes of its update rule and, as far as they depend on the share that
+steps on the accelerator, kernels and the rule's view of a partition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,10 +11,31 @@ import torch
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, RuleSettings, SelectiveSettings
+from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
+from deepspeed_ext.zenflow.rules.saved_values import PartitionValues
+from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
+from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveState
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
+from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.worker.arena import Arena
 
-__all__ = ["partition_of", "prepare_kernels"]
+__all__ = ["RULES", "SAVED", "partition_of", "prepare_kernels"]
+
+RULES: Mapping[type[RuleSettings], type[SelectiveRule] | type[PredictiveRule]] = {
+    PredictiveSettings: PredictiveRule,
+    SelectiveSettings: SelectiveRule,
+}
+"""The class of an update rule, by that of its settings."""
+
+SAVED: Mapping[str, tuple[type[State], type[PartitionValues]]] = {
+    PredictiveRule.name: (PredictiveState, PredictivePartitionValues),
+    SelectiveRule.name: (SelectiveState, SelectivePartitionValues),
+}
+"""What a checkpoint holds by rule: the state of the schedule, and of each partition."""
 
 _REHEARSED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-import psutil
 import torch
 
 from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
@@ -18,8 +17,7 @@ from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
-from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
-from deepspeed_ext.zenflow.choose_rule import rule_of
+from deepspeed_ext.zenflow.built_parts import RULES, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.decide import decide
@@ -38,9 +36,7 @@ from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffe
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["ZenFlowStart", "start_optimizer", "swap_warning"]
-
-_MOST_SWAPPED = 1 << 30
+__all__ = ["ZenFlowStart", "start_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,6 @@ def start_optimizer(
         WorkerError: the worker does not start, or another rank raised one of these errors.
     """
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
-    swapped = psutil.swap_memory().used
     with together(ranks, otherwise=None):
         kind = kind_of(optimizer, start.run.config)
         threads = _threads(start)
@@ -122,9 +117,7 @@ def start_optimizer(
     partitions = [partition_of(plan, i, state, link.arena) for i, state in enumerate(states)]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
-    if (told := swap_warning(psutil.swap_memory().used - swapped)) is not None:
-        logger.warning(f"rank {ranks.rank}: {told}")
-    rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
+    rule = RULES[type(plan.rule)](plan, partitions, link, ranks, kind, metrics)
     store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
     host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=is_on_cpu)
@@ -197,18 +190,6 @@ def _first_steps(
         return None
     cores = None if start.cores is None else (count, start.cores)
     return FirstSteps(metrics, config, plan.measures_share, counts=counts, cores=cores)
-
-
-def swap_warning(swapped: int) -> str | None:
-    """What to say if so many bytes of the host were swapped out while the state was built; None:
-    too few to matter."""
-    if swapped < _MOST_SWAPPED:
-        return None
-    return (
-        f"{swapped:,} bytes of this host were swapped out while p and the moments were built. "
-        "Every step reads and writes all of them, so steps will take many times as long: set "
-        "zenflow.state_dtype to bfloat16 or int8, use more hosts, or free memory"
-    )
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:

@@ -179,7 +179,6 @@ WIDE_RECORDS = {
     *(f"commands.memory.{name}" for name in ("model.Machine", "model.Shape")),
     "commands.memory.setup.Setup",
     "checkpoint.zenflow_state.SavedState",
-    "cores.plan.RankPlan",
     "zenflow.plan.arrays.ArraySpec",
     *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
     "zenflow.step.partition.Partition",

@@ -19,8 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks, decide
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
+from deepspeed_ext.zenflow.plan import chunks
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -49,28 +48,15 @@ class Way:
     hidden: bool | None
     layers: int = 24
     chunks: int = 16
-    overlap_comm: bool = False
-    host_share: float = 1.0
-    slots: int = SLOTS_OF_CHUNKS
-    section: tuple[tuple[str, Any], ...] = ()
-    """More fields of the ``zenflow`` section."""
-    steps: int = STEPS
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
-            self.stage,
-            accumulation=self.accumulation,
-            hide_transfers=self.hidden,
-            **dict(self.section),
+            self.stage, accumulation=self.accumulation, hide_transfers=self.hidden
         )
         # The simulated accelerator has no fused norm, so
         # the norm alone would take a tenth of a step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
-        if self.host_share < 1.0:
-            zero["offload_optimizer"] = {"device": "cpu", "ratio": self.host_share}
-        if self.overlap_comm:
-            zero["overlap_comm"] = True
         if self.stage == 3:
             numel = self.layers * WIDTH * WIDTH
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
@@ -83,10 +69,6 @@ class Way:
             config["bf16"]["check_grad_overflow"] = False
         return config
 
-    def __str__(self) -> str:
-        how = "beside the next step" if self.hidden else "inside of the step"
-        return f"stage {self.stage}, {self.ranks} ranks, accumulation {self.accumulation}, {how}"
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -95,13 +77,11 @@ class Steps:
     Attributes:
         spans: all that ran, as plain values.
         waited_us: what the engine says of its last step's waits.
-        device_us: what the engine says that passed between the last two steps of its optimizer.
         step_us: a step's median time.
     """
 
     spans: list[Any]
     waited_us: float
-    device_us: float
     step_us: float
 
 
@@ -134,7 +114,6 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
         }
         with (
             patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
-            patch.object(decide, "SLOTS_OF_CHUNKS", way.slots),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))
@@ -143,16 +122,14 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
                 begun = moment()
                 steps(engine, SETTLING_STEPS)
                 ends = [moment()]
-                for _ in range(way.steps):
+                for _ in range(STEPS):
                     steps(engine, 1)
                     ends.append(moment())
                 ends[-1].synchronize()
                 settled_us = begun.elapsed_time(ends[0]) * 1e3
                 step_us = median(a.elapsed_time(b) * 1e3 for a, b in pairwise(ends))
             said = {} if way.hidden is None else engine.optimizer.measurements()
-            waited_us, device_us = (
-                said.get(f"zenflow_{name}_ms", 0.0) * 1e3 for name in ("wait", "device")
-            )
+            waited_us = said.get("zenflow_wait_ms", 0.0) * 1e3
             engine.destroy()
         measured = [
             replace(
@@ -164,7 +141,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             if span.end_us > settled_us
         ]
         plain = [tuple(vars(span).values()) for span in measured]
-        return Steps(plain, waited_us, device_us, step_us)
+        return Steps(plain, waited_us, step_us)
 
     def moment() -> Any:
         event = get_accelerator().Event(enable_timing=True)
@@ -187,8 +164,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
 
 def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
-    the compute lane, exposed copies, what the engine says of its waits, and what part of the
-    calibrated step is not the optimizer's."""
+    the compute lane, and what the engine says of its waits."""
     pool = f"overlap, stage {way.stage}"
     arguments, limit = (astuple(way), shares), LONGEST_SECONDS
     return run_ranks(
@@ -200,22 +176,16 @@ def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> lis
     from tests.support.simulated_accelerator import simulation
 
     calibration, *runs = timelines(Way(*way), shares)
-    alone_us, count = calibration.step_us, Way(*way).steps
-    found = []
-    for run in runs:
-        spans = _while_computing([simulation.Span(*span) for span in run.spans])
-        found.append(
-            {
-                "us": run.step_us,
-                "step": run.step_us / alone_us,
-                "idle": simulation.idle_share(spans),
-                "exposed": simulation.exposed_us(spans) / (alone_us * count),
-                "said": run.waited_us / alone_us,
-                "device": calibration.device_us / alone_us,
-                "spans": [tuple(vars(span).values()) for span in spans],
-            }
-        )
-    return found
+    return [
+        {
+            "step": run.step_us / calibration.step_us,
+            "idle": simulation.idle_share(
+                _while_computing([simulation.Span(*span) for span in run.spans])
+            ),
+            "said": run.waited_us / calibration.step_us,
+        }
+        for run in runs
+    ]
 
 
 def _while_computing(spans: list[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes, PerBlock
+from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
@@ -16,5 +16,4 @@ def arena_kinds(
 ) -> ArenaKinds:
     """Those of the predictive rule with blocks of 32 elements, all slots of the ring in use."""
     dtypes = Dtypes("bfloat16", gradient, gradient, published)
-    means = PerBlock("block_means", "float32", True)
-    return ArenaKinds(layout, 32, dtypes, means, lifts_y=True, slots=slots)
+    return ArenaKinds(layout, 32, dtypes, per_block=True, lifts_y=True, slots=slots)

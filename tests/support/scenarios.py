@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import errno
-import gc
 import json
 import logging
 import os
@@ -159,28 +158,6 @@ def _state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "variable": os.environ.get("OMP_NUM_THREADS"),
     }
-
-
-def several_bindings() -> dict[str, Any]:
-    """Two bindings at once, of which the first ends first, and then one that is dropped."""
-    import torch
-
-    torch.set_num_threads(2)
-    _torch_work()
-    stop = _idle_thread()
-    first, second = _start(), _start()
-    plans, answer = [first.plan, second.plan], {"both": _state()}
-    first.restore()
-    answer["one"] = _state()
-    second.restore()
-    answer["none"] = _state()
-    third = _start()
-    plans.append(third.plan)
-    del third
-    gc.collect()
-    answer["dropped"] = _state()
-    stop.set()
-    return answer | {"plans": [(plan.pytorch, plan.optimizer) for plan in plans]}
 
 
 def different_bindings() -> dict[str, Any]:
@@ -352,11 +329,11 @@ def stray_thread_is_seen() -> dict[str, Any]:
     return {"seen": seen, "left": left, "optimizer": list(binding.plan.optimizer)}
 
 
-def worker_process(place: str) -> dict[str, Any]:
+def worker_process(cpus: list[int], pins: bool) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
     from deepspeed_ext.cores.threads import WorkerPlacement
 
-    complaint = WorkerPlacement.parse(place).bind_process()
+    complaint = WorkerPlacement(frozenset(cpus), pins).bind_process()
     import torch
 
     _torch_work()
@@ -381,11 +358,11 @@ def trainer_with_worker() -> dict[str, Any]:
     binding = _start()
     code = (
         "import sys; from deepspeed_ext.cores.threads import WorkerPlacement; "
-        "WorkerPlacement.parse(sys.argv[1]).bind_process(); "
+        "WorkerPlacement(frozenset(map(int, sys.argv[1:]))).bind_process(); "
         "import torch; torch.zeros(1 << 20).add_(1); "
         "print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(binding.worker_placement)]
+    command = [sys.executable, "-c", code, *map(str, binding.worker_placement.cpus)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as worker:

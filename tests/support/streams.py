@@ -13,7 +13,6 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
-from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST, Place, Places, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
@@ -61,14 +60,12 @@ def plan_of(
         dtypes: of weights and y, and of gradients.
     """
     weights, gradient = dtypes
-    chunks = Chunks(block_size, chunk_numel(sum(numels), block_size))
     return ZenFlowPlan(
         rule=PredictiveSettings(overlapped, 1, 0.0, block_size=block_size),
         dtypes=Dtypes(weights, gradient, gradient, weights),
         partitions=tuple(PartitionPlan(numel, 0) for numel in numels),
         places=KINDS[kind],
         host_share=1.0,
-        chunks=chunks if kind == "beside" else None,
         caller=Caller(weights, gradient),
         wait=Wait.FORWARD if peeks else Wait.STEP,
         peeks=peeks,

@@ -24,10 +24,8 @@ def write_host(
     nodes: Sequence[int] | None = None,
     distances: Mapping[tuple[int, int], int] | None = None,
     efficient: str = "",
-    low_power: str = "",
     kinds: str = "pmu",
     quota: str | None = None,
-    cpuset: str | None = None,
     mask: str | None = None,
     isolated: str = "",
 ) -> Path:
@@ -39,10 +37,9 @@ def write_host(
         old: spell as kernels of 2015 did: ``thread_siblings_list``, control groups of version 1.
         nodes: every node, those without cores included; by default the nodes of the cores.
         distances: between two nodes, 20 where not given.
-        efficient, low_power: CPU lists of slower cores.
+        efficient: CPU list of slower cores.
         kinds: how slower cores show: ``pmu`` or ``capacity``.
         quota: ``"<quota> <period>"`` of the process's control group.
-        cpuset: CPU list of the process's control group.
         mask: CPU list that the process is allowed; by default all.
         isolated: CPU list of isolated CPUs.
     """
@@ -51,20 +48,15 @@ def write_host(
     write(base / "online", format_cpulist(online))
     write(base / "isolated", isolated)
     for core in cores:
-        _write_core(base, core, cores, old)
+        _write_core(base, core, old)
     _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {})
     if efficient:
-        _write_kinds(root, frozenset(online), efficient, low_power, kinds)
-    _write_process(root, online, old, quota, cpuset, mask)
+        _write_kinds(root, frozenset(online), efficient, kinds)
+    _write_process(root, online, old, quota, mask)
     return root
 
 
-def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> None:
-    sharing = (
-        [cpu for other in cores if other.cache == core.cache for cpu in other.pus]
-        if core.cache >= 0
-        else []
-    )
+def _write_core(base: Path, core: Core, old: bool) -> None:
     for cpu in core.pus:
         topology = base / f"cpu{cpu}/topology"
         if not old:
@@ -72,14 +64,6 @@ def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> Non
         write(topology / "thread_siblings_list", format_cpulist(core.pus))
         # Never unique: this is why nothing may be keyed on it.
         write(topology / "core_id", "0")
-        if sharing:
-            for index, (level, kind, cpus) in enumerate(
-                [(1, "Data", core.pus), (1, "Instruction", core.pus), (3, "Unified", sharing)]
-            ):
-                cache = base / f"cpu{cpu}/cache/index{index}"
-                write(cache / "level", str(level))
-                write(cache / "type", kind)
-                write(cache / "shared_cpu_list", format_cpulist(cpus))
 
 
 def _write_nodes(
@@ -98,17 +82,15 @@ def _write_nodes(
         write(base / f"node{node}/distance", " ".join(map(str, row)))
 
 
-def _write_kinds(
-    root: Path, online: frozenset[int], efficient: str, low_power: str, kinds: str
-) -> None:
+def _write_kinds(root: Path, online: frozenset[int], efficient: str, kinds: str) -> None:
     slow = parse_cpulist(efficient)
     if kinds == "capacity":
         for cpu in online:
             capacity = CAPACITY[cpu in slow] - cpu % 2  # a little different, as turbo bins are
             write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", str(capacity))
         return
-    fast = format_cpulist(online - slow - parse_cpulist(low_power))
-    lists = {"cpu_core": fast, "cpu_atom": efficient, "cpu_lowpower": low_power}
+    fast = format_cpulist(online - slow)
+    lists = {"cpu_core": fast, "cpu_atom": efficient}
     for name, cpus in lists.items():
         write(root / f"sys/devices/{name}/cpus", cpus)
 
@@ -118,7 +100,6 @@ def _write_process(
     online: Sequence[int],
     old: bool,
     quota: str | None,
-    cpuset: str | None,
     mask: str | None,
 ) -> None:
     allowed = mask or format_cpulist(online)
@@ -139,12 +120,8 @@ def _write_process(
                 root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", amount.replace("max", "-1")
             )
             write(root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", period)
-        if cpuset:
-            write(root / f"sys/fs/cgroup/cpuset/{group}/cpuset.cpus", cpuset)
     else:
         write(root / "proc/self/cgroup", f"0::/{group}")
         if quota:
             write(root / f"sys/fs/cgroup/{group}/cpu.max", "max 100000")
             write(root / "sys/fs/cgroup/job/cpu.max", quota)
-        if cpuset:
-            write(root / f"sys/fs/cgroup/{group}/cpuset.cpus.effective", cpuset)

@@ -27,7 +27,6 @@ class Case:
     options: dict[str, float] = field(default_factory=dict)
     on_cpu: bool = True
     efficient: str = ""
-    low_power: str = ""
     unbound: tuple[int, ...] = ()
 
 
@@ -40,20 +39,18 @@ def cores(
     for i in range(number):
         place = i // per_node if per_node else 0
         pus = (i, i + sibling_step) if sibling_step else (i,)
-        first_of_node = place * per_node
-        made.append(Core(i, pus, first_node + node_step * place, first_of_node))
+        made.append(Core(i, pus, first_node + node_step * place))
     return made
 
 
 def adjacent(number: int, threads: int, first: int = 0, node: int = 0) -> list[Core]:
     """``number`` cores whose ``threads`` hardware threads have neighbouring numbers."""
     starts = range(first, first + number * threads, threads)
-    return [Core(start, tuple(range(start, start + threads)), node, first) for start in starts]
+    return [Core(start, tuple(range(start, start + threads)), node) for start in starts]
 
 
 HYBRID = tuple(adjacent(6, 2) + adjacent(8, 1, first=12))
-LOW_POWER = tuple(Core(cpu, (cpu,), cache=20) for cpu in (20, 21))
-EVEN_ODD = tuple(Core(i, (i,), i % 2, i % 2) for i in range(32))
+EVEN_ODD = tuple(Core(i, (i,), i % 2) for i in range(32))
 ALL_64_SMT = "0-127"
 SPARSE = "0,4-11,21-26,30-46"
 
@@ -132,15 +129,6 @@ CASES = (
     ),
     Case("T12 hybrid", HYBRID, ("0-19",), (("0-12", "13-19"),), threads=(7,), efficient="12-19"),
     Case("T12 hybrid, two ranks", HYBRID, ("0-19",) * 2, (), unbound=(0, 1), efficient="12-19"),
-    Case(
-        "T13 low power",
-        HYBRID + LOW_POWER,
-        ("0-21",),
-        (("0-12", "13-19"),),
-        idle="20-21",
-        efficient="12-19",
-        low_power="20-21",
-    ),
     Case(
         "T14 quota of 8 cores",
         tuple(cores(64, 64)),

@@ -19,7 +19,6 @@ PLANNERS = (
 )
 SCHEDULES = ("schedule.py", "guard.py")
 FILLED_IN = {
-    "cores/binding.py:_Before",
     "gather/launch.py:PendingParameter",
 }
 """What changes while something runs."""

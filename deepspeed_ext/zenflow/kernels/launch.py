@@ -8,6 +8,7 @@ addition), so ranks, steps and resumed runs may use different ones.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -202,12 +203,9 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         1-D fp64 [len(tensors)], on the device.
     """
     device, count, part = tensors[0].device, len(tensors), NORM_PART["PART"]
-    addresses, lengths, firsts, programs = [], [], [], 0
-    for tensor in tensors:
-        addresses.append(tensor.data_ptr())
-        lengths.append(tensor.numel())
-        firsts.append(programs)
-        programs += -(-tensor.numel() // part)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    lengths = [tensor.numel() for tensor in tensors]
+    *firsts, programs = itertools.accumulate((-(-n // part) for n in lengths), initial=0)
     table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64, device="cpu")
     table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
     sums = torch.empty(programs, dtype=torch.float64, device=device)

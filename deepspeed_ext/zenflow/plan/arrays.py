@@ -17,7 +17,6 @@ __all__ = [
     "ArrayKey",
     "ArraySpec",
     "Dtypes",
-    "PerBlock",
     "PlacedArray",
     "plan_layout",
     "round_up",
@@ -178,15 +177,6 @@ class Dtypes:
         return DTYPE_BYTES[self.published] == DTYPE_BYTES[self.gradient]
 
 
-class PerBlock(NamedTuple):
-    """The rule's array with an entry for each block."""
-
-    kind: str
-    dtype: str
-    exchanged: bool
-    """It is copied to the accelerator."""
-
-
 @dataclass(frozen=True)
 class ArenaKinds:
     """What the arrays of all partitions have in common.
@@ -195,7 +185,8 @@ class ArenaKinds:
         layout: p and the optimizer's moments.
         block_size: elements of a block.
         dtypes: of gradients and y.
-        per_block: the rule's array; None: it reads none, so it takes no memory.
+        per_block: whether the array with an entry for each block is copied to the accelerator;
+            None: no rule reads it, so it takes no memory.
         lifts_y: whether y is copied to the accelerator; gradients always come from there.
         slots: slots of the gradient ring.
     """
@@ -203,7 +194,7 @@ class ArenaKinds:
     layout: StateLayout
     block_size: int
     dtypes: Dtypes
-    per_block: PerBlock | None
+    per_block: bool | None
     lifts_y: bool
     slots: int
 
@@ -230,8 +221,8 @@ class ArenaKinds:
         if not dtypes.y_replaces_gradient:
             found.append(spec("y", dtypes.published, exchanged=self.lifts_y))
         if self.per_block is not None:
-            kind, dtype, exchanged = self.per_block
-            found.append(spec(kind, dtype, blocks * width, exchanged=exchanged, per_block=width))
+            count = blocks * width
+            found.append(spec(*layout.per_block, count, exchanged=self.per_block, per_block=width))
         return [*found, *(self.gradient(numel, partition, slot) for slot in range(self.slots))]
 
     def gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 
 __all__ = [
@@ -13,7 +11,6 @@ __all__ = [
     "MOST_CHUNKS",
     "SLOTS_OF_CHUNKS",
     "UPLOAD_NUMEL",
-    "Chunks",
     "chunk_numel",
 ]
 
@@ -41,24 +38,6 @@ SLOTS_OF_CHUNKS = 4
 """Chunks on the host at once, if they reuse slots: one with the worker, the next one waiting, and
 one on its way in each direction. At least 2: the courier hands a chunk over before it waits for the
 one before."""
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks that travel beside the step.
-
-    Attributes:
-        block_size: elements of a block.
-        numel: elements of a chunk, whole blocks; the last chunk of a partition may be shorter.
-        slots: number of host slots that chunks take in turn, each for a chunk's gradient and then
-            its y; 0: chunks lie in whole gradients.
-        slot_numel: elements of each slot.
-    """
-
-    block_size: int
-    numel: int
-    slots: int = 0
-    slot_numel: int = 0
 
 
 def chunk_numel(numel: int, block_size: int) -> int:

@@ -8,7 +8,6 @@ the plan that each rank would have, and asks that for its bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
@@ -138,35 +137,32 @@ class _Planner:
             PartitionPlan(run.numel, head_of(run.numel, host_share, size), run.times)
             for run in partitions
         )
-        return ZenFlowPlan(
+        plan = ZenFlowPlan(
             rule=self.rule,
             dtypes=self.dtypes,
             partitions=planned,
             places=places,
             host_share=host_share,
-            chunks=self._chunks(planned, places),
             caller=self.facts.caller,
             wait=self.wait,
             peeks=self.peeks,
             saves_beside=self.config.async_save,
         )
+        return replace(plan, slot_numel=self._slot_numel(plan))
 
-    def _chunks(self, partitions: Sequence[PartitionPlan], places: Places) -> Chunks | None:
-        """The chunks of copies beside the step, and whether they share a few slots on the host.
+    def _slot_numel(self, plan: ZenFlowPlan) -> int:
+        """Elements of the few slots on the host that chunks of copies beside the step share; 0:
+        they share none.
 
         They may if no gradient or y is read on the host after its chunk has been stepped and sent
         back; if y fits in its gradient's place; and if slots take less memory than whole gradients.
         """
-        if places.copies is not Copies.BESIDE_STEP:
-            return None
-        total = sum(each.on_host * each.times for each in partitions)
-        largest = max((each.on_host for each in partitions), default=0)
-        whole = Chunks(self.rule.block_size, chunk_numel(total, self.rule.block_size))
-        slot_numel = min(whole.numel, largest)
-        is_read = self.rule.slots(places.source) > 1 or not self.dtypes.y_replaces_gradient
-        if is_read or SLOTS_OF_CHUNKS * slot_numel >= total:
-            return whole
-        return replace(whole, slots=SLOTS_OF_CHUNKS, slot_numel=slot_numel)
+        total = sum(each.on_host * each.times for each in plan.partitions)
+        largest = max((each.on_host for each in plan.partitions), default=0)
+        numel = min(plan.chunk_numel, largest)
+        is_read = self.rule.slots(plan.source) > 1 or not self.dtypes.y_replaces_gradient
+        is_beside = plan.copies is Copies.BESIDE_STEP and not is_read
+        return numel if is_beside and SLOTS_OF_CHUNKS * numel < total else 0
 
     def drafts(self, places: Places, host_share: float) -> dict[Partitions, ZenFlowPlan]:
         """The draft of each distinct tuple of partitions: most ranks have equal ones."""

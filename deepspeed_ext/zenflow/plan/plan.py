@@ -14,7 +14,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
     Dtypes,
     plan_layout,
 )
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wait
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
@@ -78,7 +78,8 @@ class ZenFlowPlan:
         partitions: this rank's partitions.
         places: where their arrays are.
         host_share: fraction of each partition that steps on the host.
-        chunks: the chunks of copies beside the step; None: no copies run there.
+        slot_numel: elements of each of the slots on the host that chunks of copies beside the step
+            take in turn, for a gradient and then its y; 0: chunks lie in whole gradients.
         caller: what the ZeRO optimizer around ZenFlow does.
         wait: what waits for exact weights.
         peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
@@ -93,8 +94,8 @@ class ZenFlowPlan:
     partitions: tuple[PartitionPlan, ...]
     places: Places
     host_share: float
-    chunks: Chunks | None
     caller: Caller
+    slot_numel: int = 0
     wait: Wait = Wait.STEP
     peeks: bool = False
     saves_beside: bool = False
@@ -103,19 +104,19 @@ class ZenFlowPlan:
     share_reason: Reason = Reason("", "")
     other_reasons: tuple[Reason, ...] = ()
 
-    # -- places ------------------------------------------------------------------------------------
+    # -- places: settled once, because steps ask for them ------------------------------------------
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether exact weights are waited for where they are used, or peeked at."""
         return self.peeks or self.wait is Wait.FORWARD
 
-    @property
+    @cached_property
     def copies(self) -> Copies:
         """What crosses the link."""
         return self.places.copies
 
-    @property
+    @cached_property
     def source(self) -> Source:
         """Where gradients come from."""
         return self.places.source
@@ -134,10 +135,17 @@ class ZenFlowPlan:
 
     # -- the arena ---------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def is_in_transit(self) -> bool:
         """Whether gradients and y pass through the host in slots of chunks."""
-        return self.chunks is not None and self.chunks.slots > 0
+        return self.slot_numel > 0
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a chunk, whole blocks; the last chunk of a partition may be shorter."""
+        return chunk_numel(
+            sum(each.on_host * each.times for each in self.partitions), self.rule.block_size
+        )
 
     @cached_property
     def kinds(self) -> ArenaKinds:
@@ -147,7 +155,7 @@ class ZenFlowPlan:
             layout=self.rule.layout,
             block_size=self.rule.block_size,
             dtypes=self.dtypes,
-            per_block=self.rule.per_block(self.places),
+            per_block=self.computes_there if self.rule.estimates else None,
             lifts_y=self.places.weights is Place.ACCELERATOR,
             slots=0 if self.is_in_transit else self.rule.slots(self.source),
         )
@@ -165,13 +173,11 @@ class ZenFlowPlan:
     def _slots(self) -> Iterator[ArraySpec]:
         """Arrays that chunks of all partitions take in turn: for a gradient and then its y, and for
         weights that the worker has peeked at, on their way up."""
-        if self.chunks is not None:
-            for slot in range(self.chunks.slots):
-                yield self.kinds.gradient(self.chunks.slot_numel, OF_CHUNKS, slot)
+        for slot in range(SLOTS_OF_CHUNKS if self.is_in_transit else 0):
+            yield self.kinds.gradient(self.slot_numel, OF_CHUNKS, slot)
         if self.peeks:
-            total = sum(each.on_host * each.times for each in self.partitions)
             most = max((each.on_host for each in self.partitions), default=0)
-            numel = min(chunk_numel(total, self.rule.block_size), most)
+            numel = min(self.chunk_numel, most)
             for slot in range(SLOTS_OF_CHUNKS):
                 yield ArraySpec("y", self.dtypes.published, numel, OF_CHUNKS, slot, exchanged=True)
 
@@ -204,7 +210,7 @@ class ZenFlowPlan:
             return 0
         item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
         size, layout, of_block = self.rule.block_size, self.rule.layout, 0
-        if self.kinds.per_block is not None and self.kinds.per_block.exchanged:
+        if self.kinds.per_block:
             of_block = self.rule.per_block_width * DTYPE_BYTES[layout.per_block[1]]
         return sum(
             each.times * (each.on_host * item + -(-each.on_host // size) * of_block)

@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.arrays import PerBlock
-from deepspeed_ext.zenflow.plan.places import Place, Places, Source
+from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
@@ -99,12 +98,6 @@ class RuleSettings(ABC):
         """Slots of a partition's gradients, which they take in turn."""
         return slots_at(source) if self.overlapped else 1
 
-    def per_block(self, places: Places) -> PerBlock | None:
-        """The array that estimates are made from, copied to the accelerator if they are made
-        there; None: nothing is estimated."""
-        goes_there = places.gradient is Place.ACCELERATOR
-        return PerBlock(*self.layout.per_block, exchanged=goes_there) if self.estimates else None
-
     @property
     def per_block_width(self) -> int:
         """Elements of the per-block array for one block."""
@@ -133,23 +126,6 @@ class PredictiveSettings(RuleSettings):
 
     prediction_error_factor: float
     """0: no guard."""
-
-    @classmethod
-    def of(
-        cls,
-        config: ZenFlowConfig,
-        *,
-        layout: StateLayout = ADAM_STATE,
-        steps_per_epoch: int | None = None,
-    ) -> PredictiveSettings:
-        """Read the settings from a section."""
-        return cls(
-            overlapped=config.overlapped,
-            warm_up_steps=config.warm_up_steps,
-            block_size=config.block_size,
-            prediction_error_factor=config.prediction_error_factor,
-            layout=layout,
-        )
 
     def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """Kept: 1 / d_b of each block. With signs, the signs and means of m.
@@ -186,33 +162,6 @@ class SelectiveSettings(RuleSettings):
     topk_ratio: float
     select_every_steps: int
     """Optimizer steps between two selections, a multiple of `interval`; 0: select only once."""
-
-    @classmethod
-    def of(
-        cls,
-        config: ZenFlowConfig,
-        *,
-        layout: StateLayout = ADAM_STATE,
-        steps_per_epoch: int | None = None,
-    ) -> SelectiveSettings:
-        """Read the settings from a section.
-
-        Raises:
-            ConfigError: intervals contradict each other.
-        """
-        given, by_epoch = config.update_interval, config.select_strategy == "epoch"
-        steps = _select_steps(config, steps_per_epoch)
-        interval = given if isinstance(given, int) else min(_INTERVAL, steps or _INTERVAL)
-        return cls(
-            overlapped=config.overlapped,
-            warm_up_steps=max(1, config.full_warm_up_rounds),
-            block_size=config.block_size,
-            layout=layout,
-            interval=interval,
-            topk_ratio=config.topk_ratio,
-            select_every_steps=_in_intervals(steps, interval),
-            warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
-        )
 
     def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """Kept: p, m, v and the numbers of the hot blocks, and the mean of the interval's
@@ -256,10 +205,6 @@ def _in_intervals(steps: int | None, interval: int) -> int:
     return math.ceil(steps / interval) * interval
 
 
-def _class_of(config: ZenFlowConfig) -> type[PredictiveSettings] | type[SelectiveSettings]:
-    return SelectiveSettings if config.rule == "selective" else PredictiveSettings
-
-
 def settings_of(
     config: ZenFlowConfig, layout: StateLayout = ADAM_STATE, steps_per_epoch: int | None = None
 ) -> RuleSettings:
@@ -272,9 +217,25 @@ def settings_of(
     Raises:
         ConfigError: the section contradicts itself.
     """
-    return _class_of(config).of(config, layout=layout, steps_per_epoch=steps_per_epoch)
+    size, overlapped = config.block_size, config.overlapped
+    if config.rule != "selective":
+        warm_up, factor = config.warm_up_steps, config.prediction_error_factor
+        return PredictiveSettings(overlapped, warm_up, factor, block_size=size, layout=layout)
+    steps = _select_steps(config, steps_per_epoch)
+    interval = config.update_interval or min(_INTERVAL, steps or _INTERVAL)
+    by_epoch = config.select_strategy == "epoch"
+    return SelectiveSettings(
+        overlapped,
+        max(1, config.full_warm_up_rounds),
+        interval,
+        config.topk_ratio,
+        _in_intervals(steps, interval),
+        block_size=size,
+        layout=layout,
+        warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
+    )
 
 
 def limits_of(config: ZenFlowConfig) -> str:
     """See `RuleSettings.limits`."""
-    return _class_of(config).limits
+    return SelectiveSettings.limits if config.rule == "selective" else ""

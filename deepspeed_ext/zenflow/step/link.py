@@ -16,6 +16,7 @@ from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.process import OwnProcess, is_of_handler
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
@@ -55,9 +56,8 @@ class WorkerThreads:
 
     def start(self, arena: Arena, plan: ZenFlowPlan) -> OptimizerProcess:
         """Start the worker on this rank's arena, which `plan` describes."""
-        placement = None if self.placement is None else str(self.placement)
-        chunk = None if plan.chunks is None else plan.chunks.numel
-        how = placement, self.count, library_path(), chunk
+        chunk = plan.chunk_numel if plan.copies is Copies.BESIDE_STEP else None
+        how = self.placement, self.count, library_path(), chunk
         return OptimizerProcess(
             arena,
             WorkerPlan(arena.layout, plan.rule.layout, plan.rule.block_size, *how),

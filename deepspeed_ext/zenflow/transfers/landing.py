@@ -50,11 +50,12 @@ class LandingBuffer:
         buffer = allocation.accelerator_empty(nbytes, torch.uint8, device)
         self.gradient = buffer[buffer.numel() - numel * gradient.itemsize :].view(gradient)
         self.published, self.means = buffer[: numel * published.itemsize].view(published), None
-        per_block = plan.kinds.per_block
-        if per_block is not None and per_block.exchanged:
+        if plan.kinds.per_block:
             blocks, width = -(-numel // plan.rule.block_size), plan.rule.per_block_width
             size = (blocks,) if width == 1 else (blocks, width)
-            self.means = torch.empty(size, dtype=getattr(torch, per_block.dtype), device=device)
+            self.means = torch.empty(
+                size, dtype=getattr(torch, plan.rule.layout.per_block[1]), device=device
+            )
 
     def release(self) -> None:
         """Free the memory. Until `allocate`, the buffer has neither gradient nor results."""

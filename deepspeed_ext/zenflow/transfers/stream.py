@@ -37,7 +37,7 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
-from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_numel
+from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.transfers import copying
@@ -132,8 +132,7 @@ class Stream:
         self._process, self._buffers, self._waiting = process, buffers, waiting
         self._block_size, self._numels = plan.rule.block_size, [x.on_host for x in plan.partitions]
         self._whole_numels = [each.numel for each in plan.partitions]
-        most = chunk_numel(sum(self._numels), self._block_size)
-        self._chunk_numel = most if plan.chunks is None else plan.chunks.numel
+        self._chunk_numel = plan.chunk_numel
         self.chunks = ChunkOrder(self._numels, self._block_size, self._chunk_numel)
         self._gradients, self._published, self._means = _arrays(plan, arena)
         self._peeks = plan.peeks

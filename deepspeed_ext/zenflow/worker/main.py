@@ -19,7 +19,6 @@ import time
 import traceback
 from typing import Any
 
-from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
@@ -116,7 +115,7 @@ class _Worker:
     """
 
     def __init__(self, plan: WorkerPlan, arena_fd: int) -> None:
-        placement = WorkerPlacement.parse(plan.placement) if plan.placement is not None else None
+        placement = plan.placement
         warning = placement.bind_process() if placement is not None else None
         self._plan = plan
         self._kernel = load_kernel(plan.library, plan.threads)

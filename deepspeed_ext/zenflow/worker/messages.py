@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
@@ -54,9 +55,8 @@ class WorkerPlan:
     state: StateLayout
     """The optimizer's, with its passes."""
     block_size: int
-    placement: str | None
-    """Cores and memory node, as written by `deepspeed_ext.cores.threads.WorkerPlacement`;
-    None: inherited."""
+    placement: WorkerPlacement | None
+    """Its cores; None: inherited."""
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""

@@ -28,8 +28,10 @@ from tests.support.zenflow import make_engine, masters_of, train, weights_of, ze
 
 pytestmark = pytest.mark.sampled()
 
-KINDS = ("flip", "flip", "zeros", "cut", "swap", "swap", "copy", "copy")
-KINDS += ("other save", "other rank", "missing", "marker")
+KINDS = (
+    *("flip", "flip", "zeros", "cut", "swap", "swap", "copy", "copy"),
+    *("other save", "other rank", "missing", "marker"),
+)
 
 
 def damaged(content: bytes, kind: str, rng: random.Random) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from deepspeed.runtime.zero import config as zero_config_module
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 import deepspeed_ext
@@ -24,6 +24,7 @@ from deepspeed_ext.adapter.refusals import require_supported
 from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
 from deepspeed_ext.config import (
     CoreBindingConfig,
+    ReservedCores,
     ZenFlowConfig,
     ZeroFields,
     given_of_the_other_rule,
@@ -433,6 +434,16 @@ def test_a_refused_share_is_named_with_its_value(ratio: Any, named: str) -> None
     require_supported(
         ZeroConfig(stage=2, zenflow={"state_dtype": "int8"}, offload_optimizer=offload)
     )
+
+
+@pytest.mark.parametrize("value", [1, 64, 0.01, 0.5, 0.99])
+def test_a_count_or_a_fraction_of_cores_is_kept_as_it_is(value: float) -> None:
+    reserved = TypeAdapter(ReservedCores)
+    for kept in (reserved.validate_python(value), reserved.validate_json(str(value))):
+        assert (kept, type(kept)) == (value, type(value))
+    for wrong in (0, -1, 0.0, 1.0, 2.0, float("nan"), float("inf"), True, "4", "auto", None, [1]):
+        with pytest.raises(ValidationError):
+            reserved.validate_python(wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,13 +157,6 @@ def test_a_file_is_read_or_refused(
     except ConfigError as error:
         assert str(error).strip()
     _read(str(path))
-
-
-@pytest.mark.parametrize("is_folder", [True, False])
-def test_no_file_is_refused(tmp_path: Path, is_folder: bool) -> None:
-    path = tmp_path if is_folder else tmp_path / "missing"
-    with pytest.raises(ConfigError):
-        read_json(str(path))
 
 
 @pytest.mark.parametrize("depth", [50, 2000, 100_000])

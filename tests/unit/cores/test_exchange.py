@@ -246,40 +246,25 @@ def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyP
 # -- where the accelerators are ----------------------------------------------------------------
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A host with two GPUs, of which the second is the current one, and DeepSpeed's accelerator."""
-    properties = [
-        SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B + index, pci_device_id=0)
-        for index in range(2)
-    ]
-    module = SimpleNamespace(get_device_properties=properties.__getitem__)
-    host = SimpleNamespace(name="meta", module=module, heard=[])
+def test_the_current_device_has_an_address_and_one_that_cannot_be_asked_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def properties(index: int) -> SimpleNamespace:
+        assert (name, index) == ("meta", 1), "on the CPU it asks no device"
+        if broken:
+            raise RuntimeError("no driver")
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3C, pci_device_id=0)
+
+    heard: list[str] = []
+    name, broken, module = "meta", False, SimpleNamespace(get_device_properties=properties)
+    accelerator = SimpleNamespace(device_name=lambda: name, current_device=lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(binding, "warn_once", host.heard.append)
-    accelerator = SimpleNamespace(device_name=lambda: host.name, current_device=lambda: 1)
+    monkeypatch.setattr(binding, "warn_once", heard.append)
     monkeypatch.setattr(binding, "get_accelerator", lambda: accelerator)
-    return host
-
-
-def test_the_current_device_has_an_address(gpus: SimpleNamespace) -> None:
     assert binding.pci_address() == "0000:3c:00.0"
-    gpus.module.get_device_properties = lambda index: SimpleNamespace(pci_bus_id=None)
+    assert heard == []
+    broken = True
     assert binding.pci_address() is None
-    assert gpus.heard == []
-
-
-def test_training_on_the_cpu_asks_no_gpu(gpus: SimpleNamespace) -> None:
-    gpus.name = "cpu"
-    gpus.module.get_device_properties = lambda index: pytest.fail("it initialized the device")
+    assert "RuntimeError: no driver" in heard[0]
+    name = "cpu"
     assert binding.pci_address() is None
-
-
-def test_a_look_up_that_fails_is_a_warning(gpus: SimpleNamespace) -> None:
-    def fail(index: int) -> None:
-        raise RuntimeError("no driver")
-
-    gpus.module.get_device_properties = fail
-    assert binding.pci_address() is None
-    (warning,) = gpus.heard
-    assert "RuntimeError: no driver" in warning

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import Core, Topology, read_topology
-from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
 from tests.support.sysfs import write_host
 from tests.support.topologies import CASES, Case, allowed
 
@@ -22,7 +22,6 @@ def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
     topology = Topology(
         cores or case.cores,
         case.nodes or tuple(sorted({core.node for core in case.cores})),
-        low_power=parse_cpulist(case.low_power),
         is_hybrid=bool(case.efficient),
     )
     quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
@@ -47,7 +46,6 @@ def test_planner_gives_the_known_plan(case: Case) -> None:
         assert tuple(rank.pytorch_threads for rank in plan.ranks) == case.threads
 
 
-# Low-power cores are told apart by their PMU alone.
 HYBRID_CASES = [case for case in CASES if case.name.startswith("T12")]
 SPELLINGS = [
     *((case, spelling) for case in CASES for spelling in ("new", "old")),
@@ -68,7 +66,6 @@ def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
         old=spelling == "old",
         nodes=case.nodes,
         efficient=case.efficient,
-        low_power=case.low_power,
         kinds="capacity" if spelling == "capacity" else "pmu",
         quota=case.quota,
     )

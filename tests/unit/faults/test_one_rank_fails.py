@@ -192,10 +192,7 @@ HARMLESS = {
             f"cores/binding.py:{name}"
             for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine")
         ),
-        *(
-            f"cores/binding.py:{name}"
-            for name in ("_release_threads", "set_threads", "_set_counts", "_loaded")
-        ),
+        *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
         "cores/binding.py:start_pool",
         *(
             f"cores/threads.py:{name}"

@@ -268,7 +268,7 @@ def test_any_number_of_free_descriptors_works_or_is_an_error() -> None:
 
 def test_a_worker_without_its_cpus_runs_elsewhere_and_warns() -> None:
     missing = max(os.sched_getaffinity(0)) + 64
-    with running(placement=str(WorkerPlacement(frozenset({missing})))) as (_, process):
+    with running(placement=WorkerPlacement(frozenset({missing}))) as (_, process):
         assert f"cannot bind to CPUs {missing}" in str(process.ready.warning)
         assert set(process.ready.cpus) == os.sched_getaffinity(0)
         process.submit([PASS])

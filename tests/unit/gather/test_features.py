@@ -177,7 +177,7 @@ def fallback_body() -> tuple[list[str], dict[str, int]]:
     engine = engine_for(OURS | {"stage3_single_param_min_numel": 0})
     parameters = sorted(engine.module.parameters(), key=lambda parameter: parameter.ds_id)
     facts = [
-        ParameterFacts(p.ds_id, p.ds_numel, 2, "torch.float32", is_on_nvme=index in (0, 3))
+        ParameterFacts(p.ds_id, p.ds_numel, 2, is_on_nvme=index in (0, 3))
         for index, p in enumerate(parameters)
     ]
     stock = {p.ds_id: p.all_gather_coalesced.stock(p) for p in parameters}

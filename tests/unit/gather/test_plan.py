@@ -14,10 +14,7 @@ from deepspeed_ext.gather.plan import Fetch, GatherMode, ParameterFacts, plan_ga
 
 
 def facts(*numels: int, **more: object) -> list[ParameterFacts]:
-    return [
-        ParameterFacts(index, numel, 2, "torch.float32", **more)
-        for index, numel in enumerate(numels)
-    ]  # type: ignore[arg-type]
+    return [ParameterFacts(index, numel, 2, **more) for index, numel in enumerate(numels)]  # type: ignore[arg-type]
 
 
 parameters = st.lists(
@@ -26,7 +23,6 @@ parameters = st.lists(
         parameter_id=st.integers(0, 10_000),
         numel=st.integers(0, 300),
         num_ranks=st.integers(1, 4),
-        dtype=st.sampled_from(["torch.float32", "torch.bfloat16"]),
         is_quantized=st.booleans(),
         is_on_nvme=st.booleans(),
     ),
@@ -102,15 +98,15 @@ def test_small_parameters_share_and_large_ones_never(
 @pytest.mark.parametrize(
     ("fallen_back", "word"),
     [
-        (ParameterFacts(1, 10, 2, "torch.float32", is_quantized=True), "quantized"),
-        (ParameterFacts(1, 10, 2, "torch.float32", is_on_nvme=True), "NVMe"),
-        (ParameterFacts(1, 10, 1, "torch.float32"), "single rank"),
+        (ParameterFacts(1, 10, 2, is_quantized=True), "quantized"),
+        (ParameterFacts(1, 10, 2, is_on_nvme=True), "NVMe"),
+        (ParameterFacts(1, 10, 1), "single rank"),
     ],
 )
 def test_what_falls_back_has_a_reason_and_leaves_the_others_alone(
     fallen_back: ParameterFacts, word: str
 ) -> None:
-    plan = plan_gather([ParameterFacts(0, 10, 2, "torch.float32"), fallen_back], min_numel=0)
+    plan = plan_gather([ParameterFacts(0, 10, 2), fallen_back], min_numel=0)
     assert plan.modes == {0: GatherMode.SINGLE, 1: GatherMode.UPSTREAM}
     assert list(plan.reasons) == [1]
     assert word in plan.reasons[1]

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext.zenflow.kernels import host, launch
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
 from tests.support.ranks import on_sim
-from tests.support.same import assert_same
 
 BLOCK = 32
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 3, 1.0)
@@ -111,17 +110,3 @@ def test_without_triton_the_reason_says_how_to_get_it(monkeypatch: pytest.Monkey
     assert isinstance(reason, str)
     assert "Triton cannot be imported" in reason
     assert "pip install triton" in reason
-
-
-def test_a_share_step_ignores_chunks() -> None:
-    found = []
-    for chunk in (8, 1 << 20):
-        with patch.object(definition, "_CHUNK_NUMEL", {"cpu": chunk}):
-            generator = torch.Generator().manual_seed(0)
-            p, m, v = state = torch.rand(3, 20, 8, generator=generator)
-            grad = torch.randn(20, 8, generator=generator).bfloat16()
-            weights = torch.empty_like(grad)
-            launch.adam_step([p, m, v], grad, weights, STEP)
-            assert_same(p.bfloat16(), weights, "weights")
-            found.append(state)
-    assert_same(found[0], found[1], "p, m, v")

@@ -115,9 +115,10 @@ def kind_of(kind: type[OptimizerKind]) -> tuple[OptimizerKind, dict[str, Any]]:
 
 
 of_both = pytest.mark.parametrize("kind", [AdamKind, LionKind])
-OF_ADAM = [("amsgrad", True), ("eps", math.nan), ("eps", [1e-8])]
+OF_ADAM: list[tuple[str, Any]] = [("amsgrad", True), ("eps", math.nan), ("eps", [1e-8])]
 OF_ADAM += [("betas", betas) for betas in ((1.0, 0.9), (1.5, 0.9), (-0.1, 0.9), (0.9, 1.0))]
-REFUSED = [("lr", value) for value in ("", [1e-3], None, math.inf, math.nan, 10**400)]
+REFUSED: list[tuple[str, Any]] = []
+REFUSED += [("lr", value) for value in ("", [1e-3], None, math.inf, math.nan, 10**400)]
 REFUSED += [("betas", value) for value in (0.9, None, (0.9, math.nan), (0.9,))]
 REFUSED += [("weight_decay", value) for value in (math.inf, "much")]
 

@@ -13,7 +13,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import settings_of
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 from deepspeed_ext.zenflow.worker.kernel.passes import HOST_CHUNK_NUMEL
@@ -91,7 +91,7 @@ def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(
 ) -> None:
     kind, p, m = lion(), torch.randn(n), torch.randn(n)
     known = kind.publish(kind.ahead(STEP), (p, m), block, torch.empty(n))
-    settings = PredictiveSettings.of(ZenFlowConfig(block_size=block), layout=kind.layout)
+    settings = settings_of(ZenFlowConfig(block_size=block), kind.layout)
     assert settings.nbytes(n).kept == {
         "signs and means": kind.estimate(STEP, known, block).kept.nbytes
     }
@@ -103,7 +103,7 @@ def test_torch_operations_take_the_memory_that_the_plan_says() -> None:
     n, kind = HOST_CHUNK_NUMEL, lion()
     y, grad, weights = torch.zeros(3, n).bfloat16()
     estimate = Estimate(torch.zeros(n // 32 * 2, dtype=torch.int32), 32, 2)
-    settings = PredictiveSettings.of(ZenFlowConfig(), layout=kind.layout)
+    settings = settings_of(ZenFlowConfig(), kind.layout)
     planned = settings.nbytes(n, 2, in_place=True).step
     assert (planned, settings.nbytes(n, 2).step) == (9 * n, 10 * n)
     meter = LiveBytes()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.held import Held, Phase
@@ -273,14 +274,13 @@ def test_what_somebody_reads_on_the_host_stays_whole(
 ) -> None:
     plan = plan_of(facts_of(one_rank(1 << 30), **changes), **config)
     assert not plan.is_in_transit
-    assert plan_of(facts_of(one_rank(1 << 30))).chunks.slots
+    assert plan_of(facts_of(one_rank(1 << 30))).is_in_transit
 
 
 def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() -> None:
-    found = plan_of(facts_of(one_rank(7 * 10**9))).chunks
-    assert found is not None
-    assert 0 < found.slots * found.slot_numel < 0.07 * 7 * 10**9
-    assert plan_of(facts_of(one_rank(1 << 20))).chunks.slots == 0
+    found = plan_of(facts_of(one_rank(7 * 10**9)))
+    assert 0 < SLOTS_OF_CHUNKS * found.slot_numel < 0.07 * 7 * 10**9
+    assert not plan_of(facts_of(one_rank(1 << 20))).is_in_transit
 
 
 # -- the host --------------------------------------------------------------------------------------
@@ -416,17 +416,12 @@ def test_every_byte_of_the_arena_belongs_to_something(
     in_transit = plan.is_in_transit
     assert bool(of_chunks) == (in_transit or plan.peeks)
     if in_transit:
-        assert plan.chunks is not None
         assert sum(spec.numel for spec in of_chunks) < sum(
             each.on_host * each.times for each in plan.partitions
         )
         largest = max(each.on_host for each in plan.partitions)
-        assert plan.chunks.slot_numel >= min(largest, plan.chunks.numel)
-    assert (
-        (plan.chunks is not None)
-        == (plan.copies is Copies.BESIDE_STEP)
-        == bool(plan.copies is Copies.BESIDE_STEP)
-    )
+        assert plan.slot_numel >= min(largest, plan.chunk_numel)
+        assert plan.copies is Copies.BESIDE_STEP
 
 
 RANK = {

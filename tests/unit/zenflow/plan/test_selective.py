@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings, settings_of
 
 BLOCK, NUMEL, HOT = 32, 10 * 32 + 5, 3
 """3 of 10 whole blocks are hot: a quarter, rounded up."""
@@ -19,7 +19,9 @@ STATE = 12 * BLOCK
 
 def settings(steps_per_epoch: int | None = None, **fields: Any) -> SelectiveSettings:
     config = ZenFlowConfig(**{"topk_ratio": 0.25, **fields})
-    return SelectiveSettings.of(config, steps_per_epoch=steps_per_epoch)
+    found = settings_of(config, steps_per_epoch=steps_per_epoch)
+    assert isinstance(found, SelectiveSettings)
+    return found
 
 
 @pytest.mark.parametrize("interval", [1, 2])

@@ -47,13 +47,6 @@ def plan_of(
     return decided(ZenFlowFacts((rank,), caller), config, ratio="auto" if share is None else share)
 
 
-def test_a_new_share_replaces_its_reason_and_no_other() -> None:
-    plan = plan_of(GIB, update_rule="exact")
-    moved = with_host_share(with_host_share(plan, 0.5, "first"), 0.25, "second")
-    assert moved.share_reason.why == "second"
-    assert moved.other_reasons == plan.other_reasons
-
-
 @pytest.mark.parametrize(
     ("times", "share"),
     [

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.places import Source
-from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings, settings_of
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 
 
@@ -21,7 +21,9 @@ def make(
         select_interval=select_interval,
         full_warm_up_rounds=warm_up,
     )
-    return SelectiveSchedule(SelectiveSettings.of(config), Source.BACKWARD)
+    found = settings_of(config)
+    assert isinstance(found, SelectiveSettings)
+    return SelectiveSchedule(found, Source.BACKWARD)
 
 
 def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:
