@@ -51,9 +51,8 @@ def plain_losses(folder: Path, trl: bool) -> dict[int, float]:
     found, make = {}, of_trl if trl else of_transformers
     how = {"per_device_eval_batch_size": 2, "report_to": "none", "bf16": False, "use_cpu": True}
     for step in (2, 4, 6):
-        model = LlamaForCausalLM.from_pretrained(
-            f"{folder}/checkpoint-{step}", dtype=torch.bfloat16
-        )
+        saved = folder / f"checkpoint-{step}"
+        model = LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
         found[step] = make({"output_dir": str(folder), **how}, model).evaluate()["eval_loss"]
     return found
 
@@ -185,10 +184,10 @@ def test_what_the_page_says_about_accelerate_trains(tmp_path: Path) -> None:
     """Its YAML, its config without an optimizer, and its loop: eight micro-steps, four a step."""
     from accelerate.commands.config.config_args import load_config_from_file
 
-    section = (
-        (ROOT / "docs" / "trainers.md").read_text().split("\n## Accelerate\n")[1].split("\n## ")[0]
-    )
-    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))
+    text = (ROOT / "docs" / "trainers.md").read_text()
+    marked = re.compile(r"file: accelerate.yaml.*?(```.*?```)", re.DOTALL)
+    parts = marked.findall(text) + [text.split("\n## Accelerate\n")[1].split("\n## ")[0]]
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", "".join(parts), re.DOTALL))
     assert set(blocks) == {"yaml", "json", "python"}
     (tmp_path / "accelerate.yaml").write_text(blocks["yaml"])
     found = load_config_from_file(str(tmp_path / "accelerate.yaml"))
