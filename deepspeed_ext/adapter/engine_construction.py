@@ -56,8 +56,7 @@ from deepspeed_ext.runtime.ranks import (
 )
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.held import described
-from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.start import ZenFlowRun, ZenFlowStart
 
 __all__ = ["EngineConstruction"]
 

@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
-from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
+from deepspeed_ext.zenflow.step.partition import largest_block_apart, mixed
 
 __all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
 

@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller, reducing_bytes
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.step.copies import Run
+from deepspeed_ext.zenflow.step.partition import Run
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions"]

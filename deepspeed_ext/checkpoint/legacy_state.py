@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, Tensors
+from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PredictivePartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout

@@ -27,7 +27,7 @@ from deepspeed_ext.runtime.log import LOAD_ANOTHER, logger, one_line
 from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.zenflow.built_parts import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
-from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues
+from deepspeed_ext.zenflow.rules.saved import FLOATS, PartitionValues
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Observer
 from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.step.shown_state import write

@@ -96,10 +96,10 @@ class ZenFlowConfig(ConfigSection):
 
     gradients_on_host: bool | None = None
     """Copy gradients to the host during backward, so that a rank's partition has only its weights
-    on the accelerator; the step then computes new weights on the host and copies them up. Stages 2
-    and 3, with the whole optimizer on the host. Takes 2 bytes of
-    host memory per parameter. Not given: true if gradients would take more than half of the memory
-    that the weights leave free on any rank's accelerator. No effect if the accelerator is the CPU,
+    on the accelerator; the host then computes new weights, which go up, at stage 3 during the next
+    forward. Stages 2 and 3, with the whole optimizer on the host. Takes 2 bytes
+    of host memory per parameter. Not given: true if gradients would take more than half of the
+    memory that the weights leave free on any accelerator. No effect if the accelerator is the CPU,
     or with ``offload_param``, whose gradients are on the host anyway."""
 
     offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.15

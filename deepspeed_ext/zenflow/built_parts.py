@@ -12,13 +12,13 @@ from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, RuleSettings, SelectiveSettings
-from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
-from deepspeed_ext.zenflow.rules.saved_values import PartitionValues
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
-from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
-from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveState
+from deepspeed_ext.zenflow.rules.predictive import PredictiveRule, PredictiveState
+from deepspeed_ext.zenflow.rules.saved import (
+    PartitionValues,
+    PredictivePartitionValues,
+    SelectivePartitionValues,
+)
+from deepspeed_ext.zenflow.rules.selective import SelectiveRule, SelectiveState
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.schedule import State
 from deepspeed_ext.zenflow.worker.arena import Arena

@@ -3,15 +3,16 @@ plans compared once, and exactly the plan is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
-from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.errors import ConfigError, OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -21,7 +22,7 @@ from deepspeed_ext.zenflow.built_parts import RULES, partition_of, prepare_kerne
 from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.decide import decide
-from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import thread_counts
@@ -30,13 +31,64 @@ from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import WholeState
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffers
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["ZenFlowStart", "start_optimizer"]
+__all__ = ["ZenFlowRun", "ZenFlowStart", "start_optimizer"]
+
+
+@dataclass(frozen=True)
+class ZenFlowRun:
+    """The section as the user wrote it, with values that are known only at run time.
+
+    Attributes:
+        worker_timeout_seconds: longest wait for the worker, as the user set it, or a default that
+            may have been lowered.
+        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
+            the data loader.
+        ratio: ``offload_optimizer.ratio``.
+    """
+
+    config: ZenFlowConfig
+    worker_timeout_seconds: float
+    steps_per_epoch: int | None = None
+    ratio: Ratio = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        config: ZenFlowConfig,
+        group_timeouts_seconds: Iterable[float] = (),
+        steps_per_epoch: int | None = None,
+        ratio: Ratio = 1.0,
+    ) -> ZenFlowRun:
+        """Add the run-time values to `config`.
+
+        The default timeout is lowered if the collectives in which other ranks wait would time out
+        first.
+
+        Args:
+            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
+                this one; empty if there are no other ranks.
+            steps_per_epoch, ratio: see the attributes.
+
+        Raises:
+            ConfigError: the user's timeout is not below that of the collectives.
+        """
+        timeout = config.worker_timeout_seconds
+        shortest = min(group_timeouts_seconds, default=float("inf"))
+        if timeout >= shortest:
+            if "worker_timeout_seconds" in config.model_fields_set:
+                raise ConfigError(
+                    f"zero_optimization.zenflow.worker_timeout_seconds = {timeout:g} is not below "
+                    f"the process group's timeout of {shortest:g} s, after which the communication "
+                    "library ends the job: lower it, or raise the group's timeout "
+                    "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+                )
+            timeout = shortest / 2
+        return cls(config, timeout, steps_per_epoch, ratio)
 
 
 @dataclass(frozen=True)
@@ -178,12 +230,12 @@ def _first_steps(
     steps hide nothing.
 
     Threads stay under a rule with limits (`RuleSettings.limits`), on the CPU as accelerator, where
-    the pass and forward share cores, with weights that arrive in forward, where no step is
-    synchronous, and where they are pinned near their memory.
+    the pass and forward share cores, with exact weights that arrive in forward, where no step
+    is synchronous, and where they are pinned near their memory.
     """
     config, rule, count = start.run.config, plan.rule, threads.count
     pinned = threads.placement is not None and threads.placement.pin_each_thread
-    is_late = plan.wait is Wait.FORWARD
+    is_late = plan.wait is Wait.FORWARD and not rule.overlapped
     stay = pinned or is_on_cpu or is_late or rule.limits or not config.autotune
     counts = (count,) if stay else thread_counts(count)
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):

@@ -1,6 +1,6 @@
 """The package's predictive rule, made of its own parts: schedule, pass, estimator.
 
-It follows `zenflow.rules.predictive.rule.PredictiveRule` without processes: a pass runs when its
+It follows `zenflow.rules.predictive.PredictiveRule` without processes: a pass runs when its
 gradients are handed over, and its result is read where the engine reads it. A test compares both to
 the bit.
 """
@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import predict
 from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
-from deepspeed_ext.zenflow.rules.predictive.schedule import (
+from deepspeed_ext.zenflow.rules.predictive import (
     PredictivePlan,
     PredictiveSchedule,
 )

@@ -7,6 +7,7 @@ the same training takes with an infinitely fast link and worker.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -48,10 +49,15 @@ class Way:
     hidden: bool | None
     layers: int = 24
     chunks: int = 16
+    section: tuple[tuple[str, Any], ...] = ()
+    """More fields of the ``zenflow`` section."""
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
-            self.stage, accumulation=self.accumulation, hide_transfers=self.hidden
+            self.stage,
+            accumulation=self.accumulation,
+            hide_transfers=self.hidden,
+            **dict(self.section),
         )
         # The simulated accelerator has no fused norm, so
         # the norm alone would take a tenth of a step.
@@ -162,22 +168,29 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
     return [calibration, *(run(*way) for way in ways)]
 
 
-def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
+def figures(
+    way: Way, shares: list[tuple[float, float]], parts: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
-    the compute lane, and what the engine says of its waits."""
+    the compute lane, what the engine says of its waits, and that time in us. `parts` replaces
+    constants of `worker_time`."""
     pool = f"overlap, stage {way.stage}"
-    arguments, limit = (astuple(way), shares), LONGEST_SECONDS
+    arguments, limit = (astuple(way), shares, parts or {}), LONGEST_SECONDS
     return run_ranks(
         way.ranks, figures_body, *arguments, device="sim", pool=pool, timeout_seconds=limit
     )[0]
 
 
-def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    from tests.support.simulated_accelerator import simulation
+def figures_body(
+    way: tuple[Any, ...], shares: list[tuple[float, float]], parts: dict[str, float]
+) -> list[dict[str, Any]]:
+    from tests.support.simulated_accelerator import simulation, worker_time
 
-    calibration, *runs = timelines(Way(*way), shares)
+    with patch.multiple(worker_time, **parts) if parts else nullcontext():
+        calibration, *runs = timelines(Way(*way), shares)
     return [
         {
+            "us": run.step_us,
             "step": run.step_us / calibration.step_us,
             "idle": simulation.idle_share(
                 _while_computing([simulation.Span(*span) for span in run.spans])

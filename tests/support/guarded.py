@@ -13,10 +13,9 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.rules.predictive import guard
-from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.rules.predictive.probe import Sample
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule
+from deepspeed_ext.zenflow.rules import guard
+from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample
+from deepspeed_ext.zenflow.rules.predictive import PredictivePlan, PredictiveSchedule
 from tests.support.compare import allow_fp16
 from tests.support.log import heard
 from tests.support.models import SteepRegression, batches

@@ -34,7 +34,7 @@ from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
-from deepspeed_ext.zenflow.rules.predictive import probe
+from deepspeed_ext.zenflow.rules import guard as probe
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config

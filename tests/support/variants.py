@@ -24,7 +24,6 @@ from deepspeed.utils import (
 
 import deepspeed_ext
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.transfers import stream
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
 from tests.support.models import Branches, OddModel, batches, on_device, two_groups
@@ -263,10 +262,7 @@ def engine_of(config: dict[str, Any], variant: Variant) -> Any:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Inside, small partitions have several chunks and parts."""
-    with (
-        patch.object(chunks, "CHUNK_NUMEL", 512),
-        patch.object(stream, "UPLOAD_NUMEL", 96),
-    ):
+    with patch.object(chunks, "CHUNK_NUMEL", 512):
         yield
 
 

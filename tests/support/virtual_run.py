@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
 

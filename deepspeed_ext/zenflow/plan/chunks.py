@@ -10,7 +10,6 @@ __all__ = [
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
     "SLOTS_OF_CHUNKS",
-    "UPLOAD_NUMEL",
     "chunk_numel",
 ]
 
@@ -20,10 +19,6 @@ torch operations."""
 
 CONVERTED_NUMEL = 1 << 24
 """Elements converted at once while they are copied from the arena to the weights."""
-
-UPLOAD_NUMEL = 1 << 23
-"""Elements that the host computes at once if their weights are on an accelerator, before rounding
-to blocks."""
 
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole

@@ -144,7 +144,7 @@ class _Planner:
             places=places,
             host_share=host_share,
             caller=self.facts.caller,
-            wait=self.wait,
+            wait=self.wait(places),
             peeks=self.peeks,
             saves_beside=self.config.async_save,
         )
@@ -171,12 +171,13 @@ class _Planner:
 
     # -- when weights arrive -----------------------------------------------------------------------
 
-    @property
-    def wait(self) -> Wait:
-        """When exact weights are complete. At stages 1 and 2 a parameter may be read between step
-        and forward without any call that could wait; at stage 3 it is gathered first."""
-        gathers = self.config.streams and self.facts.caller.partitions_weights
-        return Wait.FORWARD if gathers else Wait.STEP
+    def wait(self, places: Places) -> Wait:
+        """When weights that arrive are complete: exact ones, and those that the host predicts for
+        an accelerator. At stages 1 and 2 a parameter may be read between step and forward without
+        any call that could wait; at stage 3 it is gathered first."""
+        predicted = self.rule.estimates and places.copies is Copies.WEIGHTS
+        given = self.config.streams or predicted
+        return Wait.FORWARD if given and self.facts.caller.partitions_weights else Wait.STEP
 
     @property
     def peeks(self) -> bool:
@@ -187,9 +188,8 @@ class _Planner:
     @property
     def may_stream(self) -> bool:
         """Whether the exact rule takes the place of a rule that is not given: where gradients leave
-        in backward and weights are gathered before they are used. There a predicted step would send
-        all weights up before it returns, and needs a second slot for every gradient; exact weights
-        arrive during the forward."""
+        in backward and weights are gathered before they are used. There exact weights arrive during
+        the forward, as predicted ones would, which need a second slot for every gradient."""
         config, caller = self.config, self.facts.caller
         asked = config.gradients_on_host
         return (
@@ -220,7 +220,7 @@ class _Planner:
         if self.facts.is_on_cpu:
             return _Share(1.0, "the CPU is the accelerator")
         is_short = self.host_shortage(_ON_ACCELERATOR, 1.0) is not None
-        is_late = self.wait is Wait.FORWARD  # so no step is synchronous
+        is_late = self.config.streams and self.facts.caller.partitions_weights  # none waits
         if self.config.autotune and not (self.rule.limits or is_late or is_short):
             why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
             return _Share(1.0, why, is_open=True, is_measured=True)

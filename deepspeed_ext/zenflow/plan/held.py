@@ -11,11 +11,11 @@ from typing import Protocol
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
-from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL
+from deepspeed_ext.zenflow.plan.chunks import chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import RuleBytes
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
     "Held",
@@ -192,8 +192,9 @@ class Held:
         if plan.places.weights is Place.ACCELERATOR:
             most = max(each.on_host for each in plan.partitions)
             yield passing(item * most, 2), [(Phase.START, "build")]
-        if plan.copies is Copies.WEIGHTS and plan.rule.estimates:
-            numel = min(self._largest.numel, chunk_of(UPLOAD_NUMEL, plan.rule.block_size))
+        if plan.predicts_in_chunks:
+            total = sum(each.on_host * each.times for each in plan.partitions)
+            numel = min(self._largest.on_host, chunk_numel(total, plan.rule.block_size))
             yield Part("weights on their way", 2 * item * numel, Memory.PAGE_LOCKED), [_HELD]
         moments = ("export", "module") if plan.saves_beside else ("export", "module", "state")
         shown = Part("shown state", plan.head_bytes, Memory.ARENA)
@@ -260,18 +261,19 @@ def described(plan: ZenFlowPlan, rule: str, warm_up_steps: int) -> Iterator[str]
         rule: the update rule that the config asks for.
         warm_up_steps: synchronous steps at the start.
     """
-    layout = plan.rule.layout
+    layout, in_forward = plan.rule.layout, plan.wait is Wait.FORWARD
+    is_exact = plan.peeks or (in_forward and not plan.rule.overlapped)
     how = f", {layout.rounding} (not exact)" if layout.rounding else ""
     yield (
         f"{layout.name.capitalize()} runs in a process of its own, one per rank; "
-        f"{'exact' if plan.streams else rule} rule{how}"
+        f"{'exact' if is_exact else rule} rule{how}"
     )
     if plan.rule.overlapped:
         first = (
             "step waits for its" if warm_up_steps == 1 else f"{warm_up_steps} steps wait for their"
         )
         yield f"the first {first} own update; updates of later steps overlap with the next step"
-    elif plan.wait is Wait.FORWARD:
+    elif in_forward:
         yield "exact weights arrive during the next forward"
     elif plan.peeks:
         yield "every step waits for its exact weights, and not for p and the moments"
@@ -279,7 +281,8 @@ def described(plan: ZenFlowPlan, rule: str, warm_up_steps: int) -> Iterator[str]
         yield "every step waits for its own update"
     if plan.source is Source.BACKWARD:
         computes = "" if plan.peeks else ", and the host computes the weights"
-        yield f"gradients go to the host during backward{computes}"
+        when = ", which arrive during the next forward" if computes and in_forward else ""
+        yield f"gradients go to the host during backward{computes}{when}"
     elif plan.copies is not Copies.NONE:
         yield f"gradients and results are copied {plan.copies.value}"
     held, there = Held(plan), Place.ACCELERATOR

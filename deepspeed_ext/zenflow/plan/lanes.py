@@ -112,10 +112,9 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
 def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     """How long the chain takes, and how much of it a step can hide.
 
-    With landing buffers all of it can be hidden, without them only the pass. If the host computes
-    the weights, the longer of two things is exposed: its estimate, which reads gradients and y and
-    writes weights, and the upload of the weights, unless they stay on the host. Exact weights that
-    arrive in the forward are hidden behind it alone.
+    With landing buffers all of it can be hidden, without them only the pass. If the host predicts
+    weights that stay there, its estimate is exposed, which reads gradients and y and writes
+    weights. Those for an accelerator arrive as peeked ones do, hidden behind the forward alone.
     """
     moves, item = traffic_of(plan), DTYPE_BYTES[plan.dtypes.weights]
     numel = sum(each.on_host * each.times for each in plan.partitions)
@@ -123,6 +122,9 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     host, transfer = moves.passed * numel / speeds.host, max(down, up)
     if plan.peeks:
         return _peeked(plan, down, moves.peeked * numel / speeds.host, host, up, numel)
+    estimate = (moves.down + 2 * item) * numel / speeds.host
+    if plan.predicts_in_chunks:
+        return _peeked(plan, down, estimate, host, item * numel / speeds.link, numel)
     if not plan.rule.overlapped:
         return Lanes(down, up, host, max(transfer, host), 0.0)
     if plan.copies is Copies.BESIDE_STEP:
@@ -130,14 +132,13 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     if plan.copies is Copies.INSIDE_STEP:
         return Lanes(down, up, host, transfer, host)
     sent = item * numel / speeds.link if plan.copies is Copies.WEIGHTS else 0.0
-    estimate = (moves.down + 2 * item) * numel / speeds.host
     return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))
 
 
 def _peeked(
     plan: ZenFlowPlan, down: float, peek: float, host: float, up: float, numel: int
 ) -> Lanes:
-    """The lanes of exact steps whose weights the worker peeks at."""
+    """The lanes of steps whose weights are peeked at, or predicted by the host."""
     down = down if plan.copies is Copies.INSIDE_STEP else 0.0
     up = 0.0 if plan.copies is Copies.NONE else up
     first = min(1.0, chunk_numel(numel, plan.rule.block_size) / max(1, numel))

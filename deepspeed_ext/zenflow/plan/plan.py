@@ -81,7 +81,7 @@ class ZenFlowPlan:
         slot_numel: elements of each of the slots on the host that chunks of copies beside the step
             take in turn, for a gradient and then its y; 0: chunks lie in whole gradients.
         caller: what the ZeRO optimizer around ZenFlow does.
-        wait: what waits for exact weights.
+        wait: what waits for weights that arrive by themselves.
         peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
         saves_beside: whether checkpoints are written beside training.
         measures_share: whether the share is chosen after steps were measured (`plan.share`).
@@ -107,9 +107,9 @@ class ZenFlowPlan:
     # -- places: settled once, because steps ask for them ------------------------------------------
 
     @cached_property
-    def streams(self) -> bool:
-        """Whether exact weights are waited for where they are used, or peeked at."""
-        return self.peeks or self.wait is Wait.FORWARD
+    def predicts_in_chunks(self) -> bool:
+        """Whether the host predicts weights chunk by chunk, which arrive as peeked ones do."""
+        return self.rule.estimates and self.copies is Copies.WEIGHTS
 
     @cached_property
     def copies(self) -> Copies:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
@@ -21,7 +22,7 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.transfers.stream import Stream
+from deepspeed_ext.zenflow.transfers.stream import Predict, Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import (
@@ -204,7 +205,12 @@ class WorkerLink:
         return self._kept.error is not None
 
     def depart(
-        self, tasks: Sequence[WorkerTask], *, gradients: int, gives: Iterable[int] = ()
+        self,
+        tasks: Sequence[WorkerTask],
+        *,
+        gradients: int,
+        gives: Iterable[int] = (),
+        predicts: Mapping[int, Predict] = MappingProxyType({}),
     ) -> None:
         """Hand over work on the gradients that `stream` has taken. Does nothing if this rank has
         failed.
@@ -212,13 +218,14 @@ class WorkerLink:
         Args:
             tasks: at most one task per partition.
             gradients: number of gradients per task.
-            gives: partitions whose weights the worker gives.
+            gives: partitions whose weights arrive.
+            predicts: see `Stream.depart`.
         """
         self.stream.expect(gives)
         if tasks and not self.failed:
             with self.deferring_errors():
                 self.is_in_flight, self.is_unread, self._gradients = True, False, gradients
-                self.stream.depart(tasks)
+                self.stream.depart(tasks, predicts)
 
     def free(self, index: int, span: Span) -> None:
         """Wait, on this rank alone, until the worker has read the gradient of these elements of a
@@ -297,20 +304,6 @@ class WorkerLink:
             self._kept.error = failure
             self.process.close()
             raise
-
-    def receive(self, *, passes: bool = True) -> None:
-        """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does
-        not check an idle worker.
-
-        Args:
-            passes: whether to wait for everything; otherwise for this step's weights alone.
-        """
-        if passes:
-            with self.deferring_errors(), self.metrics.waiting.measured():
-                self.wait()
-        else:
-            self.complete()
-        self.raise_deferred()
 
     def close(self) -> None:
         """Stop the worker, and free the arena's memory even if tensors still refer to it, which

@@ -25,6 +25,7 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.state_store import StateStore
+from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = ["HostOptimizer", "Observer"]
@@ -168,11 +169,11 @@ class HostOptimizer:
         """
         with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
-            if plan.waits_last:
+            if plan.wait is Wait.STEP:
                 # Not before: DeepSpeed reads a partition's weights after its `step_partition`, on
                 # the current stream, and these come up on another.
                 self._hand_over(plan)
-                self._receive(passes=not self.decided.peeks)
+                self._receive(passes=plan.waits_last and not self.decided.peeks)
             self.rule.write_weights(plan)
             if plan.wait is Wait.NEXT_STEP and starts_copies:
                 # overlaps with DeepSpeed's use of the weights, which may wait for the device
@@ -208,17 +209,25 @@ class HostOptimizer:
         """Hand over the gradients of all partitions, once per step."""
         if self._is_handed_over:
             return
-        self._is_handed_over, tasks = True, list[WorkerTask]()
+        self._is_handed_over, tasks, predicts = True, list[WorkerTask](), dict[int, Predict]()
+        gives = () if plan.wait is Wait.NEXT_STEP else range(len(self.state.counts))
         if plan.handed_over:
             with self.link.deferring_errors():
-                tasks = [self.rule.task(plan, partition) for partition in self.state.partitions]
-        gives = () if plan.wait is Wait.NEXT_STEP else range(len(self.state.counts))
-        self.link.depart(tasks, gradients=plan.handed_over, gives=gives)
+                partitions = self.state.partitions
+                if plan.predicts and gives:
+                    predicts = {each.index: self.rule.predict(each) for each in partitions}
+                tasks = [self.rule.task(plan, each) for each in partitions]
+        self.link.depart(tasks, gradients=plan.handed_over, gives=gives, predicts=predicts)
 
     def _receive(self, *, passes: bool = True) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more. Without `passes`
         for this step's weights alone."""
-        self.link.receive(passes=passes)
+        if passes:
+            with self.link.deferring_errors(), self._metrics.waiting.measured():
+                self.link.wait()
+        else:
+            self.link.complete()
+        self.link.raise_deferred()
         if passes:
             with self.link.deferring_errors():
                 self.state.hide()

@@ -16,6 +16,7 @@ from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.schedule import Schedule
+from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["UpdateRule"]
@@ -73,6 +74,11 @@ class UpdateRule:
                 clipped.
             step: its constants, made by `OptimizerKind.step`; they have the factor.
         """
+        raise NotImplementedError
+
+    def predict(self, partition: Partition) -> Predict:
+        """What predicts a partition's weights while the next forward runs, if the plan predicts and
+        waits for them in this step or there."""
         raise NotImplementedError
 
     def task(self, plan: Any, partition: Partition) -> WorkerTask:

@@ -23,18 +23,20 @@ class StepPlan:
     Attributes:
         wait: what waits for the worker's results.
         handed_over: gradients handed over in this step: 0 or 1.
+        predicts: whether the step computes its weights from y and an estimate.
         waits_first: whether the update in flight must arrive before this step's weights are
             computed.
     """
 
     wait: Wait
     handed_over: int = 1
+    predicts: bool = False
     waits_first: bool = True
 
     @property
     def waits_last(self) -> bool:
         """Whether this step waits for the update that it hands over."""
-        return self.wait is Wait.STEP
+        return self.wait is Wait.STEP and not self.predicts
 
 
 @dataclass(frozen=True)

@@ -67,17 +67,19 @@ class Parcel:
         start_down: starts its copy to the host; returns events after which the worker may take it:
             its gradient has arrived, and nothing reads what the task will overwrite. None: nothing
             to wait for.
-        task: the worker's task.
+        task: the worker's task; None: `predict` gives the result.
         bring_up: called by the courier to start the copy of the result to its place; None: there is
             none.
+        predict: computes the result in the courier's thread; None: `task` gives it.
         down: the events; None before `send`.
         here: opens once the worker has answered and the copy of the result has been started, or an
             error has ended the shipment.
     """
 
     start_down: Callable[[], Iterable[Any]]
-    task: WorkerTask
+    task: WorkerTask | None
     bring_up: Callable[[], None] | None = None
+    predict: Callable[[], None] | None = None
     down: Iterable[Any] | None = None
     here: Latch = field(default_factory=Latch, init=False)
 
@@ -86,12 +88,18 @@ class Parcel:
         if self.down is None:
             self.down = self.start_down()
 
+    def wait(self) -> None:
+        """Wait until the worker may take it."""
+        for event in self.down or ():
+            if event is not None:
+                event.synchronize()
+
 
 class Shipment:
     """Parcels sent together, in order.
 
     Args:
-        parcels: the parcels; the first `at_once` may already have been sent.
+        parcels: the parcels, those without a task first; `at_once` may already have been sent.
         at_once: how many of them may be on the host at once, at least 2; None: all.
 
     Attributes:
@@ -112,24 +120,34 @@ class Shipment:
 
     def carry(self) -> None:
         """Deliver all parcels. Called by the courier's thread."""
-        process, parcels, numbers = self._process, self._parcels, list[int]()
+        process, parcels, numbers = self._process, self._parcels, deque[int]()
         assert process is not None
         for parcel in parcels[: self._at_once]:
             parcel.send()
-        for turn in range(len(parcels) + _PARCELS_AHEAD):
-            for parcel in parcels[turn : turn + 1]:
-                for event in parcel.down or ():
-                    if event is not None:
-                        event.synchronize()
+        for parcel in parcels:
+            parcel.wait()
+            if parcel.predict is not None:
+                parcel.predict()
+                self._deliver()
+            if parcel.task is not None:
                 numbers.append(process.submit([parcel.task]))
-            if turn >= _PARCELS_AHEAD:
-                process.wait_for(numbers[self.carried])
-                if (bring_up := parcels[self.carried].bring_up) is not None:
-                    bring_up()
-                parcels[self.carried].here.open()
-                self.carried += 1
-                for parcel in parcels[self.carried + self._at_once - 1 :][:1]:
-                    parcel.send()  # the place is free
+            if len(numbers) > _PARCELS_AHEAD:
+                process.wait_for(numbers.popleft())
+                self._deliver()
+        for number in numbers:
+            process.wait_for(number)
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """The result of the oldest parcel is on the host: start its way up, and send the parcel
+        that comes to its place."""
+        parcel = self._parcels[self.carried]
+        if parcel.bring_up is not None:
+            parcel.bring_up()
+        parcel.here.open()
+        self.carried += 1
+        for parcel in self._parcels[self.carried + self._at_once - 1 :][:1]:
+            parcel.send()  # the place is free
 
     def finish(self) -> None:
         """Record that nothing is left to do."""
@@ -178,31 +196,21 @@ class Courier:
         self._shipments.append(Shipment(parcels, process, at_once))
         self._calls.put(True)
 
-    def wait(self, within: Patience | None = None) -> None:
-        """Wait until all parcels are delivered: gradients are in the arena, the worker has the
-        tasks, and copies back are started. May be called by a signal handler.
+    def wait(self, within: Patience | None = None, parcel: Latch | None = None) -> None:
+        """Wait until parcels are delivered: gradients are in the arena, the worker has the tasks,
+        and copies back are started. May be called by a signal handler.
 
         Args:
             within: longest wait in all; None: unlimited while parcels are delivered.
+            parcel: `Parcel.here` of the one that is waited for; None: all.
 
         Raises:
             Exception: the error that ended the courier's work.
             WorkerError: no parcel was delivered for `timeout_seconds`, or `within` has expired.
         """
         self._calls.put(True)  # the handler may have interrupted `send`
-        for shipment in tuple(self._shipments):
-            self._wait_until(shipment.done, within)
-        if self._errors:
-            raise self._errors[0]
-
-    def wait_for(self, parcel: Latch, within: Patience | None = None) -> None:
-        """Wait until a parcel that has been sent is delivered; arguments and errors as for `wait`.
-
-        Args:
-            parcel: its `Parcel.here`.
-        """
-        self._calls.put(True)
-        self._wait_until(parcel, within)
+        for latch in [each.done for each in self._shipments] if parcel is None else [parcel]:
+            self._wait_until(latch, within)
         if self._errors:
             raise self._errors[0]
 

@@ -7,8 +7,8 @@ A partition is cut into chunks of whole blocks. In a step each chunk goes throug
 ====================  ===========================================================================
 a gradient comes      from its landing buffer, beside the next step; by a copy in its step; or is
                       there (it arrived in backward, or the CPU is the accelerator)
-what goes up          exact weights, to their place; y, to the landing buffer; nothing (the rule
-                      reads y on the host, in `parts`)
+what goes up          exact or predicted weights, to their place; y, to the landing buffer;
+                      nothing (the rule reads y on the host, in `parts`)
 who waits for it      the step, the next forward or the next step (`plan.places.Wait`)
 slots                 whole gradients, or a few that chunks take in turn
 ====================  ===========================================================================
@@ -18,6 +18,8 @@ The next forward needs exact weights, not the new state. So under the exact rule
 writes nothing else, which moves 16 bytes per element where a pass moves 28 (fp32 moments). The
 passes follow, in reverse order, because backward needs the slots of the last chunks first. Both run
 the same arithmetic on the same values, so the weights are those of a step that waits, to the bit.
+Under the predictive rule the courier predicts in place of the peek, where gradients wait on the
+host: from g and from the y of the step before, in another slot, which moves 6 bytes per element.
 Where a peek would hide nothing (the CPU is the accelerator, and shares its cores with the worker),
 the pass itself gives the weights.
 """
@@ -25,7 +27,7 @@ the pass itself gives the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +39,6 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
-from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.transfers import copying
@@ -49,7 +50,13 @@ from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, 
 from deepspeed_ext.zenflow.worker.messages import Patience, Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["Slot", "Stream"]
+__all__ = ["Predict", "Slot", "Stream"]
+
+Predict = Callable[[Span, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Predicts weights of a span of a partition, from its y and its gradient; the last tensor receives
+them. All 1-D, on the host."""
+_SLOTS_OF_PREDICTIONS = 2
+"""One goes up while the next one is computed."""
 
 _CLOSE_SECONDS = 5.0
 """Longest wait of `close` for copies. They take a fraction of a second, unless they wait for a
@@ -66,8 +73,8 @@ class Slot:
     the newest event: a copy down waits for it on its stream, a peek on the host.
 
     Attributes:
-        published: 1-D, in the dtype of y; receives a chunk's y, or its peeked weights.
-        gradient: the same memory in the dtype of gradients; None: for peeked weights.
+        published: 1-D, in the dtype of y; receives a chunk's y, or its weights.
+        gradient: the same memory in the dtype of gradients; None: for weights.
         free: event after the newest copy from here; None: there was none, or it is complete.
     """
 
@@ -143,7 +150,8 @@ class Stream:
             )
             for key in arena.keys("y" if plan.peeks else "g", OF_CHUNKS)
         ]
-        self._newest_slot = [0] * len(self._numels)  # of each partition: where its newest y is
+        # of each partition: where its newest y is or will be, and where the one before is
+        self._newest_slot = self._y_slot = [0] * len(self._numels)
         self._awaited: dict[Key, Span] = {}  # chunks whose weights are on their way
         self._lost: set[Key] = set()  # of those awaited
         # Of each chunk: its newest parcel or, without a courier, message; the parcel of its pass
@@ -153,7 +161,7 @@ class Stream:
         self._passed: dict[Key, Latch] = {}
         self._came_down: dict[Key, Any] = {}
         self._used: dict[Key, Any] = {}
-        self._uploads: list[Slot] = []  # of weights that the host computes
+        self._predicted: list[Slot] = []  # for weights that the courier predicts
         self._newest: Any = None  # recorded after the newest copy down
         self._reader: Any = None  # stream that has read the arena
         self._lifts, copies = plan.copies is not Copies.NONE, plan.copies
@@ -224,7 +232,7 @@ class Stream:
         for key in self.chunks.touched([(index, span)]):
             if (passed := self._passed.pop(key, None)) is not None:
                 assert self._courier is not None
-                self._courier.wait_for(passed, within)
+                self._courier.wait(within, passed)
 
     # -- the way to the worker, and back -----------------------------------------------------------
 
@@ -234,24 +242,30 @@ class Stream:
         for index, span in self.chunks.in_order(indices):
             self._awaited[index, span.begin] = span
 
-    def depart(self, tasks: Sequence[WorkerTask]) -> None:
+    def depart(self, tasks: Sequence[WorkerTask], predicts: Mapping[int, Predict]) -> None:
         """Hand over `tasks`, at most one per partition, once the gradients taken since the last
         call have arrived, and everything on the current stream that reads what they change is
-        done."""
+        done.
+
+        Args:
+            predicts: predict weights of partitions, all or none, before the worker steps them.
+        """
+        self._y_slot = list(self._newest_slot)
         for task in tasks:
             self._newest_slot[task.partition] = task.slot
         by_index = {task.partition: task for task in tasks}
         chunks = [(span, by_index[index]) for index, span in self.chunks.in_order(by_index)]
         if self._courier is None:
-            for parts in self._batches(chunks):
-                number = self._process.submit(parts)
-                self._here |= {(each.partition, each.span.begin): number for each in parts}
+            self._submit(chunks)
             return
         departed = copying.recorded(get_accelerator().current_stream()) if self._lifts else None
         if self._up is not None:  # whatever has read the old weights was launched before
             self._up.wait_event(departed)
-        parcels = [self._parcel(*chunk, number, departed) for number, chunk in enumerate(chunks)]
-        at_once = len(self._slots) or None
+        parcels = [
+            self._parcel(*chunk, number, departed, predicts.get(chunk[1].partition))
+            for number, chunk in enumerate(chunks)
+        ]
+        at_once = len(self._predicted if predicts else self._slots) or None
         if self._buffers:
             self._down.wait_event(departed)
             if not self._slots:
@@ -261,30 +275,38 @@ class Stream:
             elif self._courier.is_idle:  # otherwise other chunks may be in the slots
                 for parcel in parcels[:at_once]:
                     parcel.send()
-        if self._peeks:
+        if self._peeks or predicts:
             for span, task in reversed(chunks):
                 parcels.append(Parcel(tuple, replace(task, span=span)))
-                self._passed[task.partition, span.begin] = parcels[-1].here
+                if not predicts:  # the next gradient goes to the other slot
+                    self._passed[task.partition, span.begin] = parcels[-1].here
         self._courier.send(parcels, self._process, at_once)
 
-    def _batches(self, chunks: Iterable[tuple[Span, WorkerTask]]) -> Iterator[list[Any]]:
-        """Tasks of chunks, those together that go to the worker in one message: as many as have the
-        elements of one chunk. A step's messages then do not grow with its partitions."""
+    def _submit(self, chunks: Sequence[tuple[Span, WorkerTask]]) -> None:
+        """Send the tasks of chunks from this thread, in one message as many as have the elements of
+        one chunk. A step's messages then do not grow with its partitions."""
         batch, numel = list[WorkerTask](), 0
-        for span, task in chunks:
-            if batch and numel + span.numel > self._chunk_numel:
-                yield batch
-                batch, numel = [], 0
+        for at, (span, task) in enumerate(chunks, 1):
             batch.append(replace(task, span=span))
             numel += span.numel
-        if batch:
-            yield batch
+            if at == len(chunks) or numel + chunks[at][0].numel > self._chunk_numel:
+                number = self._process.submit(batch)
+                self._here |= {(x.partition, x.span.begin): number for x in batch if x.span}
+                batch, numel = [], 0
 
-    def _parcel(self, span: Span, task: WorkerTask, number: int, departed: Any) -> Parcel:
-        """A chunk on its first visit to the worker: its way down, its task, its way up."""
+    def _parcel(
+        self, span: Span, task: WorkerTask, number: int, departed: Any, predict: Predict | None
+    ) -> Parcel:
+        """A chunk on its first visit: its way down, what gives its weights or y, its way up."""
         index, part, key = task.partition, slice(*span), (task.partition, span.begin)
-        slot = self._slots[number % len(self._slots)] if self._slots else None
-        if slot is None:
+        slots = self._slots if predict is None else self._slots_of_predictions()
+        slot, predicted = slots[number % len(slots)] if slots else None, None
+        if predict is not None:
+            assert slot is not None, "predicted weights have slots"
+            source, y = slot.published[: span.numel], self._published[index][self._y_slot[index]]
+            gradient = self._gradients[index][task.slot][part]
+            predicted = partial(predict, span, y[part], gradient, source)
+        elif slot is None:
             task, source = replace(task, span=span), self._published[index][task.slot][part]
         else:
             source, number = slot.published[: span.numel], number % len(self._slots)
@@ -301,11 +323,21 @@ class Stream:
             copies.append((means[blocks], self._means[index][blocks]))
         parcel = Parcel(
             partial(self._bring_down, key, task, slot, departed),
-            task,
+            task if predicted is None else None,
             partial(self._bring_up, None if lands else key, copies, slot),
+            predicted,
         )
         self._here[key] = parcel.here
         return parcel
+
+    def _slots_of_predictions(self) -> list[Slot]:
+        if not self._predicted:
+            most, dtype = min(max(self._numels), self._chunk_numel), self.weights[0]().dtype
+            self._predicted = [
+                Slot(allocation.host_empty(most, dtype, pin=True))
+                for _ in range(_SLOTS_OF_PREDICTIONS)
+            ]
+        return self._predicted
 
     def _bring_down(
         self, key: Key, task: WorkerTask, slot: Slot | None, departed: Any
@@ -384,37 +416,15 @@ class Stream:
             yield whole, self._buffers[index].published, weights
             return
         y = self._published[index][self._newest_slot[index]]
-        if self._lifts and self._down is None:
-            yield from self._uploaded(weights, y)
-            return
-        if self._down is None:
+        if not self._lifts:
             yield whole, y, weights
             return
         self._reader = get_accelerator().current_stream()
         for chunk in self.chunks.of(index):
             for span in split(chunk, chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)):
                 yield span, y[slice(*span)], weights[slice(*span)]
-            self._used[index, chunk.begin] = self.ready()
-
-    def _uploaded(
-        self, weights: torch.Tensor, y: torch.Tensor
-    ) -> Iterator[tuple[Span, torch.Tensor, torch.Tensor]]:
-        """`parts` of weights that the host computes, in two page-locked buffers: while it computes
-        one part, the accelerator receives the one before it."""
-        size = chunk_of(UPLOAD_NUMEL, self._block_size)
-        if not self._uploads:
-            most = min(max(self._numels), size)
-            self._uploads = [
-                Slot(allocation.host_empty(most, weights.dtype, pin=True)) for _ in range(2)
-            ]
-        with self._waiting.measured():
-            for number, span in enumerate(split(Span(0, y.numel()), size)):
-                buffer = self._uploads[number % 2]
-                if buffer.free is not None:
-                    buffer.free.synchronize()
-                yield span, y[slice(*span)], buffer.published[: span.numel]
-                weights[slice(*span)].copy_(buffer.published[: span.numel], non_blocking=True)
-                buffer.free = copying.recorded(get_accelerator().current_stream())
+            if self._down is not None:
+                self._used[index, chunk.begin] = self.ready()
 
     def block_means(self, index: int) -> torch.Tensor:
         """A partition's per-block array, for work on the current stream; on the host or on the
@@ -478,7 +488,7 @@ class Stream:
         weights = self.weights[index]()[part]
         sent = self._here[key]
         if self._courier is not None and not isinstance(sent, int):
-            self._courier.wait_for(sent, within)
+            self._courier.wait(within, sent)
         elif isinstance(sent, int):
             self._process.wait_for(sent, within=within)
             weights.copy_(self._published[index][self._newest_slot[index]][part])

@@ -9,15 +9,17 @@ from typing import Any
 from unittest.mock import patch
 
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Shipment
+from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel, Shipment
 from deepspeed_ext.zenflow.worker.messages import Span, Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.simulated_accelerator.device import library
 
-__all__ = ["PEEK_OF_PASS", "worker_time"]
+__all__ = ["PEEK_OF_PASS", "PREDICTION_OF_PASS", "worker_time"]
 
 PEEK_OF_PASS = 16 / 28
-"""Bytes that a peek moves over those of a pass, with fp32 moments."""
+PREDICTION_OF_PASS = 6 / 28
+"""Bytes that a peek, and the prediction of weights, move over those of a pass, with fp32
+moments."""
 
 
 @contextmanager
@@ -34,7 +36,7 @@ def worker_time(ns_per_element: float) -> Iterator[None]:
             (Shipment, "__init__"),
             (Shipment, "carry"),
             (Courier, "wait"),
-            (Courier, "wait_for"),
+            (Parcel, "wait"),
             (Latch, "open"),
         ):
             stack.enter_context(
@@ -57,7 +59,7 @@ class _WorkerTime:
 
     def taught(self, owner: type, name: str) -> Callable[[Any], Any]:
         """What makes another method of a class's `name`."""
-        name = "delivered" if (owner, name) == (Courier, "wait_for") else name
+        name = "predict" if owner is Parcel else name
         return getattr(self, name.strip("_"))
 
     def depart(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +94,10 @@ class _WorkerTime:
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def method(waited_for: OptimizerProcess | Courier, *args: Any, **kwargs: Any) -> Any:
             found = original(waited_for, *args, **kwargs)
-            ends = [self._carried_us] if isinstance(waited_for, Courier) else self._ends_us.values()
+            ends = list(self._ends_us.values())
+            if isinstance(waited_for, Courier):
+                parcel = args[1] if len(args) > 1 else None
+                ends = [self._carried_us if parcel is None else self._opened_us.get(parcel, 0.0)]
             library.host_waits_until(max(ends), type(waited_for).__name__)
             return found
 
@@ -105,10 +110,13 @@ class _WorkerTime:
 
         return method
 
-    def delivered(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(courier: Courier, latch: Latch, within: Any = None) -> None:
-            original(courier, latch, within)
-            library.host_waits_until(self._opened_us.get(latch, 0.0), "a parcel")
+    def predict(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(parcel: Any) -> None:
+            original(parcel)
+            if parcel.predict is not None:
+                us = parcel.predict.args[0].numel * self._us_per_element * PREDICTION_OF_PASS
+                end = library.spend("worker", "prediction", library.now_us(), us)
+                library.host_waits_until(end, "the prediction")
 
         return method
 

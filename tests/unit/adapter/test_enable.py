@@ -21,7 +21,7 @@ from deepspeed_ext.config.zenflow import RETIRED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import group_timeout_seconds
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.start import ZenFlowRun
 from tests.support.compare import base_config
 from tests.support.models import OddModel
 from tests.support.ranks import run_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.rules.guard import Sample
 from deepspeed_ext.zenflow.step import link
 from tests.support.guarded import (
     Run,

@@ -17,7 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 import deepspeed_ext
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.errors import ConfigError, WorkerError
-from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.rules.guard import Sample
 from tests.support.guarded import large_errors, probing
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.tensor_parallel import Grid, TensorParallelBlock, replicated

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.selective import SelectiveRule
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, offload_config, train, zenflow_config

@@ -15,7 +15,7 @@ import torch
 from deepspeed_ext.zenflow.kernels import predict
 from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
 from deepspeed_ext.zenflow.optimizers.interface import Estimate
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
 from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass

@@ -12,6 +12,7 @@ from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of, traffic_of
+from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from tests.support.schedules import Machine, exact
 
@@ -39,14 +40,19 @@ def peek_of(plan: ZenFlowPlan, worker: float) -> float:
     return worker * moves.peeked / moves.passed
 
 
-@pytest.mark.parametrize("leaves", [True, False], ids=["in backward", "after it"])
+@pytest.mark.parametrize(
+    ("rule", "leaves"), [("exact", True), ("exact", False), ("predictive", True)]
+)
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_the_exact_rule_waits_as_long_as_a_walk_through_its_chunks_says(
-    forward: float, leaves: bool
+def test_weights_that_come_up_in_chunks_wait_as_long_as_a_walk_through_them_says(
+    forward: float, rule: str, leaves: bool
 ) -> None:
-    plan = plan_of(update_rule="exact", gradients_on_host=leaves)
+    plan = plan_of(update_rule=rule, gradients_on_host=leaves)
+    assert plan.wait is Wait.FORWARD
     for link, worker in itertools.product(LINKS, PASSES):
         found, peek = lanes(plan, link, worker), peek_of(plan, worker)
+        if plan.predicts_in_chunks:  # which reads the gradient and y, and writes weights
+            peek = worker * 6 / traffic_of(plan).passed
         machine = Machine(forward, 1 - forward, link, worker, MOST_CHUNKS)
         walked = exact(machine, peek, arrives_in_backward=leaves)
         assert found.waits(forward, 1 - forward) == pytest.approx(walked, abs=0.03 * (1 + walked))

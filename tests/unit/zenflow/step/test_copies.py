@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.runtime import log as _logging
-from deepspeed_ext.zenflow.step.copies import Run, largest_block_apart, mixed
+from deepspeed_ext.zenflow.step.partition import Run, largest_block_apart, mixed
 from tests.support.log import heard
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parallel import Grid, TensorParallelBlock

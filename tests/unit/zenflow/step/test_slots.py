@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.plan.places import Source
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 
 EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
 

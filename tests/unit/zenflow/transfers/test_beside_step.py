@@ -1,8 +1,9 @@
 """ZenFlow beside other features of DeepSpeed, of PyTorch and of this package: the run is
 ZeRO-Offload's, to rounding.
 
-Both rules, in the modes in which nothing is deferred.
-"""
+Both rules, in the modes in which nothing is deferred."""
+
+from __future__ import annotations
 
 import copy
 import functools
@@ -21,10 +22,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_ext
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from tests.support import ranks as rank_pools
 from tests.support.matrix import some
 from tests.support.models import OddModel, batches, on_device, two_groups
 from tests.support.same import first_difference
+from tests.support.streams import plan_of
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(8)
@@ -241,3 +244,24 @@ def test_pipelines_train_as_with_zero_offload(num_stages: int, rule: str) -> Non
         expected, run_ranks(2, pipelined, config, num_stages, True, **alone), strict=True
     ):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("published", "gradient"),
+    [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "bfloat16")],
+)
+def test_gradient_and_results_share_one_memory_from_its_two_ends(
+    published: str, gradient: str
+) -> None:
+    plan = plan_of([10], "beside", dtypes=(published, gradient), overlapped=True)
+    buffer = LandingBuffer(plan, 10)
+    y, g = buffer.published, buffer.gradient
+    kinds = getattr(torch, published), getattr(torch, gradient)
+    assert (y.dtype, g.dtype, y.numel(), g.numel()) == (*kinds, 10, 10)
+    assert buffer.means is not None
+    assert buffer.means.shape == (1,)
+    memory = y.untyped_storage()
+    assert memory.data_ptr() == g.untyped_storage().data_ptr() == y.data_ptr()
+    assert memory.nbytes() == 10 * max(kind.itemsize for kind in kinds)
+    assert g.data_ptr() + 10 * kinds[1].itemsize == memory.data_ptr() + memory.nbytes()
+    assert plan.landing_bytes == memory.nbytes() + buffer.means.nbytes

@@ -2,13 +2,15 @@
 copy.
 
 The simulated accelerator also finds a wait that is missing where values come out right: every
-training on it fails on two tasks that touch the same bytes without an order.
-"""
+training on it fails on two tasks that touch the same bytes without an order."""
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,16 +21,19 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.selective import SelectiveRule
+from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers import stream as stream_module
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
-from tests.support.models import batches
-from tests.support.ranks import RankError, is_simulated, run_ranks
+from tests.support.models import Linears, batches, on_device
+from tests.support.ranks import RankError, is_simulated, run_fresh_ranks, run_ranks
 from tests.support.streams import delay, plan_of, stream_of
 from tests.support.zenflow import make_engine, train, zenflow_config
 
@@ -79,7 +84,7 @@ def copied_down(kind: str, numel: int, waits: bool = True) -> tuple[bool, bool]:
             del source
             # where the allocator has just got room
             other = torch.full((numel,), float("nan"), device=device)
-        stream.depart([TASK])
+        stream.depart([TASK], {})
         stream.wait()
         arrived.append(torch.equal(target, expected))
         accelerator.synchronize()
@@ -120,11 +125,11 @@ def two_gradients(numel: int, first_is_carried: bool) -> bool:
     with nullcontext() if first_is_carried else patch.object(Courier, "send"):
         stream.take(0, gradients[0], slot, stream.ready())
         delay()
-        stream.depart([TASK])
+        stream.depart([TASK], {})
     if first_is_carried:
         stream.wait()
     stream.take(0, gradients[1], slot, stream.ready())
-    stream.depart([TASK])
+    stream.depart([TASK], {})
     stream.wait()
     accelerator.synchronize()
     stream.close()
@@ -258,7 +263,7 @@ def closed(kind: str, numel: int) -> bool:
     gradient = torch.ones(numel, device=get_accelerator().current_device_name())
     stream.take(0, gradient, slot, stream.ready())
     if kind == "beside":
-        stream.depart([TASK])
+        stream.depart([TASK], {})
     stream.close()
     return bool((slot == 1).all())
 
@@ -288,10 +293,10 @@ def y_then_gradient(numel: int, first: str) -> tuple[list[int], bool, bool]:
                 sizes.append(span.numel)
         else:
             stream.expect([0])
-            stream.depart([WorkerTask(0, 0, ANY)])
+            stream.depart([WorkerTask(0, 0, ANY)], {})
             stream.complete(None)
         stream.take(0, gradient, slot, ready)
-        stream.depart([TASK])
+        stream.depart([TASK], {})
         stream.wait()
         get_accelerator().synchronize()
         stream.close()
@@ -303,3 +308,96 @@ def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(first: s
     """Both lie in one slot, and y may be read after the gradient was ready."""
     sizes = [32, 32, 16] if first == "y is read" else []
     assert run_ranks(1, y_then_gradient, 80, first, device="sim") == [(sizes, True, True)]
+
+
+AT_ONCE_SECONDS = 30.0
+"""Far below the group's timeout, and far above what anything here takes."""
+
+
+def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
+    """Launch a collective that the other rank never launches; then end as `how` says."""
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    if dist.get_rank() == 0:
+        # only the stream waits
+        dist.all_reduce(torch.ones(1, device=get_accelerator().current_device_name()))
+    locks = engine.optimizer.host_optimizer.link.page_locks
+    begin, locked = time.monotonic(), list(locks._locked.values())
+    if how == "exit":
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+    else:
+        with patch.object(stream_module, "_CLOSE_SECONDS", 0.5):
+            engine.optimizer.host_optimizer.close()
+    return {
+        "seconds": time.monotonic() - begin,
+        "locked before": len(locked),
+        "still locked": sum(tensor.is_pinned() for tensor in locked),
+        "left": sum(isinstance(left, torch.Tensor) for left in page_locks_module._left),
+    }
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("how", ["exit", "close"])
+def test_a_rank_that_others_have_left_ends(how: str, hidden: bool) -> None:
+    config = zenflow_config(2, hide_transfers=hidden)
+    ended = run_fresh_ranks(
+        2, left_alone, config, how, device="sim", group_timeout_seconds=4 * AT_ONCE_SECONDS
+    )
+    assert [rank.error for rank in ended] == [None, None]
+    for rank, found in enumerate(outcome.value for outcome in ended):
+        assert found["seconds"] < AT_ONCE_SECONDS
+        assert found["locked before"] > 0
+        # What rank 0 has launched may be behind the collective; those of rank 1 have ended.
+        stays = how == "exit" or rank == 0
+        assert found["still locked"] == (found["locked before"] if stays else 0)
+        assert found["left"] == (found["locked before"] if how == "close" and rank == 0 else 0)
+
+
+def closed_with_results_on_their_way(numel: int) -> None:
+    """Free a room whose results are still on their way up, and use its memory again."""
+    accelerator = get_accelerator()
+    device = accelerator.current_device_name()
+    stream, arena, _ = stream_of(plan_of([numel], "beside"))
+    locks = PageLocks()
+    locks.lock([arena.tensor("g")])
+    stream.take(0, torch.ones(numel, device=device), arena.tensor("g"), stream.ready())
+    stream.depart([WorkerTask(0, 0, None, 1)], {})
+    stream.wait()
+    assert stream.close()
+    locks.unlock()
+    del stream
+    other = torch.full((numel,), 2.0, device=device)
+    assert bool((other.cpu() == 2.0).all())
+
+
+def test_a_room_is_free_once_its_results_have_arrived_also_if_nothing_is_locked() -> None:
+    run_ranks(1, closed_with_results_on_their_way, 1 << 14, device="sim")
+
+
+def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, float]:
+    """Step while the worker of rank 0 makes progress, but not enough."""
+    engine = make_engine(config, model=partial(Linears, millions))
+    rows = on_device(torch.randn(1, 1024).bfloat16())
+    train(engine, [rows] * 2)
+    adam = engine.optimizer.host_optimizer
+    if dist.get_rank() == 0:
+        publish = WorkerTask(0, 0, Publish.exact(1.0, 1e-8))
+        for _ in range(10_000):
+            adam.link.process.submit([publish])
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as raised:
+        train(engine, [rows] * 2)
+    return str(raised.value), time.monotonic() - begin
+
+
+@pytest.mark.full
+def test_a_wait_with_progress_ends_on_all_ranks_before_their_collective_does() -> None:
+    config = zenflow_config(2, worker_timeout_seconds=10)
+    seconds = 30.0
+    ended = run_fresh_ranks(2, behind_a_busy_worker, config, 32, group_timeout_seconds=seconds)
+    assert [rank.error for rank in ended] == [None, None]
+    for told, waited in (rank.value for rank in ended):
+        assert "rank 0: the optimizer process" in told
+        assert "was still busy after 24 s" in told
+        assert "DEEPSPEED_TIMEOUT" in told
+        assert waited < seconds

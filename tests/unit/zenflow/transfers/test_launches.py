@@ -116,7 +116,7 @@ def launches(numels: list[int]) -> tuple[int, int]:
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
             for index, gradient in enumerate(gradients):
                 stream.take(index, gradient, slots[index], stream.ready())
-            stream.depart(tasks)
+            stream.depart(tasks, {})
             count = round(simulation.library.now_us())
             stream.wait()
             before = round(simulation.library.now_us())

@@ -4,6 +4,7 @@ worker visits them, and which weights are lost."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -15,12 +16,11 @@ from tests.support.streams import plan_of, stream_of
 
 SIZE, NUMELS = 4, (8, 6)
 """Elements of a chunk, and of each partition."""
-ANY: Any = None
 CHUNKS = [(0, Span(0, 4)), (0, Span(4, 8)), (1, Span(0, 4)), (1, Span(4, 6))]
 
 
 class Courier:
-    """Keeps what is sent; `wait_for` delivers everything up to the parcel that is waited for."""
+    """Keeps what is sent; `wait` delivers everything up to the parcel that is waited for."""
 
     is_idle = True
 
@@ -31,7 +31,7 @@ class Courier:
     def send(self, parcels: list[Parcel], process: Any, at_once: int | None = None) -> None:
         self.sent = list(parcels)
 
-    def wait_for(self, latch: Any, within: Any) -> None:
+    def wait(self, within: Any, latch: Any) -> None:
         self.waited.append(latch)
         for parcel in self.sent:
             if not parcel.here.is_open and parcel.bring_up is not None:
@@ -56,7 +56,7 @@ class Run:
 
     def step(self) -> None:
         self.stream.expect([0, 1])
-        self.stream.depart([WorkerTask(index, 0, ANY) for index in (0, 1)])
+        self.stream.depart([WorkerTask(index, 0, ANY) for index in (0, 1)], {})
 
     def visits(self, *, peeks: bool) -> list[tuple[int, Span | None]]:
         tasks = [parcel.task for parcel in self.courier.sent]
@@ -143,3 +143,47 @@ def test_lost_weights_count_as_on_their_way_until_they_are_used(run: Run) -> Non
     run.stream.lose()
     assert run.lost() == [4 * [False] + 4 * [True], 6 * [True]]
     assert not run.stream.are_awaited
+
+
+CHUNK = 8
+
+
+class Process:
+    """Notes what is submitted, and what is waited for."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[tuple[int, Span | None]]] = []
+        self.awaited: list[int] = []
+
+    def submit(self, tasks: list[WorkerTask]) -> int:
+        self.sent.append([(task.partition, task.span) for task in tasks])
+        return len(self.sent)
+
+    def wait_for(self, number: int, **how: Any) -> None:
+        self.awaited.append(number)
+
+
+@pytest.mark.parametrize(
+    ("numels", "expected"),
+    [
+        ([2] * 3, [[(0, Span(0, 2)), (1, Span(0, 2)), (2, Span(0, 2))]]),
+        ([6, 4, 2], [[(0, Span(0, 6))], [(1, Span(0, 4)), (2, Span(0, 2))]]),
+        ([10, 4], [[(0, Span(0, 8))], [(0, Span(8, 10)), (1, Span(0, 4))]]),
+        ([8, 8], [[(0, Span(0, 8))], [(1, Span(0, 8))]]),
+        ([], []),
+    ],
+    ids=["small ones together", "up to a chunk", "the rest of one and the next", "whole", "none"],
+)
+def test_a_message_holds_the_tasks_of_one_chunk_of_elements(
+    numels: list[int], expected: list[list[tuple[int, Span]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_NUMEL", CHUNK)
+    process: Any = Process()
+    stream, *_ = stream_of(plan_of(numels, "cpu", block_size=2), process)
+    stream.expect(range(len(numels)))
+    stream.depart([WorkerTask(i, 0, ANY) for i in range(len(numels))], {})
+    assert process.sent == expected
+    for number, message in enumerate(process.sent, 1):  # each chunk waits for its own message
+        for part in message:
+            stream.complete(None, [part])
+            assert process.awaited.pop() == number

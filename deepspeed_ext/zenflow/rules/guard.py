@@ -1,0 +1,268 @@
+"""Measures the errors of predictions, and decides whether steps wait for their own update.
+
+About every `PROBE_EVERY` steps a hand-over is *probed*: the weights predicted for a sample are
+compared with the worker's result once it has arrived (see `Sample`). The allowed error is `factor`
+times the larger of
+
+- the error of rounding the result to the dtype of the weights, which is harmless, and
+- a third of the update. At the default factor of 3, the predicted weights must be nearer to the
+  result than the weights before the update; otherwise the latter would be the better choice.
+
+The guard is a circuit breaker, a state machine over the outcomes::
+
+    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second
+                  such error in a row makes steps synchronous; a single one, as at a loss spike,
+                  does not.
+    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a
+                  row make steps overlap again, on trial: an error that arises only from the
+                  feedback of predicted weights does not show here. Each time steps become
+                  synchronous again, they stay so twice as long.
+
+A sample is measured on the host alone. The arena holds the worker's p and moments and its result,
+but not the gradient, which y replaces. So the trainer repeats the prediction for some blocks and
+compares it with the result. This adds no wait: the worker's result has arrived, for which the step
+waits anyway. It works whether or not that prediction was used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.worker.kernel.definition import decode
+
+__all__ = ["GuardState", "PredictionErrors", "Sample", "blocks_per_sample", "drawn"]
+
+PROBE_EVERY = 20
+"""Optimizer steps from one probe to the next."""
+STRIKES = 2
+"""Number of successive probes above the allowed error after which steps become synchronous."""
+CALM_PROBES = 10
+"""Number of successive probes with a small error after which steps overlap again, the first
+time."""
+CALM_EXCESS = 0.75
+"""An error is small up to this fraction of the allowed one."""
+_MOST_DOUBLINGS = 6
+_SHARE_OF_UPDATE = 1 / 3
+
+
+@dataclass(frozen=True)
+class PredictionErrors:
+    """The result of a probe: L2 distances from the worker's result p, on a sample of weights.
+
+    Attributes:
+        prediction: distance of the predicted weights.
+        rounding: distance of p rounded to the dtype of the weights; in fp32, a bound on the error
+            of the arithmetic.
+        update: distance of p before the update.
+    """
+
+    prediction: float
+    rounding: float
+    update: float
+
+    def __add__(self, other: PredictionErrors) -> PredictionErrors:
+        """The distances on both samples together."""
+        return PredictionErrors(
+            math.hypot(self.prediction, other.prediction),
+            math.hypot(self.rounding, other.rounding),
+            math.hypot(self.update, other.update),
+        )
+
+    def excess(self, factor: float) -> float:
+        """`prediction` divided by the allowed error; infinite if a distance is not finite."""
+        if not all(map(math.isfinite, (self.prediction, self.rounding, self.update))):
+            return math.inf
+        if self.prediction <= 0.0:
+            return 0.0
+        allowed = self._allowed(factor)
+        return self.prediction / allowed if allowed > 0.0 else math.inf
+
+    def of_an_update(self, distance: float) -> float:
+        """`distance` divided by the length of the update."""
+        return distance / self.update if self.update else math.nan
+
+    def in_words(self, factor: float) -> str:
+        """Describe the result, as the predicate of a sentence."""
+        if math.isinf(self.excess(factor)):
+            return "has numbers that are not finite, in the gradients, moments or weights"
+        error, rounding, allowed = map(
+            self.of_an_update, (self.prediction, self.rounding, self._allowed(factor))
+        )
+        return (
+            f"is off by {error:.3g} of an update; rounding alone is {rounding:.3g}, and "
+            f"zenflow.prediction_error_factor {factor:g} allows {allowed:.3g}"
+        )
+
+    def _allowed(self, factor: float) -> float:
+        return factor * max(self.rounding, _SHARE_OF_UPDATE * self.update)
+
+
+@dataclass(frozen=True)
+class GuardState:
+    """The state of the guard, the same on every rank.
+
+    Attributes:
+        synchronous: whether every step waits for its own update.
+        trips: how often steps have become synchronous.
+        streak: number of latest successive probes that speak for changing `synchronous`.
+        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over
+            is.
+        probed: whether the newest hand-over is probed and not judged yet.
+    """
+
+    synchronous: bool = False
+    trips: int = 0
+    streak: int = 0
+    steps_to_probe: int = 0
+    probed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next hand-over is probed."""
+        return self.steps_to_probe == 0
+
+    def handed_over(self, probed: bool) -> GuardState:
+        """The state after a step's gradient was handed over."""
+        left = PROBE_EVERY if probed else self.steps_to_probe
+        return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
+
+    def judged(self, excess: float) -> GuardState:
+        """The state once the errors of the newest hand-over are known.
+
+        Args:
+            excess: the largest of all ranks and partitions; NaN counts as too large.
+        """
+        speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
+        streak = self.streak + 1 if speaks_for_change else 0
+        if streak >= self._needed:
+            return GuardState(not self.synchronous, self.trips + (not self.synchronous))
+        suspicious = streak > 0 and not self.synchronous
+        return replace(
+            self,
+            streak=streak,
+            probed=False,
+            steps_to_probe=0 if suspicious else self.steps_to_probe,
+        )
+
+    @property
+    def _needed(self) -> int:
+        return CALM_PROBES << min(self.trips - 1, _MOST_DOUBLINGS) if self.synchronous else STRIKES
+
+
+SAMPLE_NUMEL = 1 << 13
+"""Elements in the samples of all of a rank's partitions."""
+_FEWEST_BLOCKS = 8
+_FP32_ROUNDING = 2.0**-24
+
+
+def blocks_per_sample(block_size: int, partitions: int) -> int:
+    """Number of blocks in the sample of each of `partitions` partitions."""
+    return max(SAMPLE_NUMEL // block_size // max(partitions, 1), _FEWEST_BLOCKS)
+
+
+class Sample:
+    """Some blocks of a partition, k elements in all, spread over it, with their state before the
+    worker takes the next gradient. Nothing may be in flight when it is drawn.
+
+    Args:
+        grad: the gradient that the worker takes next, 1-D [n], any device.
+        last, step: constants of the newest update in the state, and of this gradient.
+        blocks: from `drawn`.
+
+    Attributes:
+        partition, step, blocks: the arguments.
+        newest: the gradient's elements, 1-D [k], host; their copy from the accelerator is complete
+            when the worker's result has arrived.
+        state: p and the moments, 1-D fp32 [k].
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        grad: torch.Tensor,
+        kind: OptimizerKind,
+        block_size: int,
+        last: Any,
+        step: Any,
+        blocks: torch.Tensor | None,
+    ) -> None:
+        self.partition, self._kind, self._block_size = partition, kind, block_size
+        self._last, self.step = last, step
+        self.blocks, self.newest = blocks, _on_host(grad, blocks, block_size)
+        moments = list(map(self.of, partition.moments))
+        for index, scales in enumerate(partition.scales):
+            of_blocks = scales if blocks is None else scales.index_select(0, blocks)
+            codes = moments[index]
+            moments[index] = torch.empty_like(codes, dtype=torch.float32)
+            decode(codes, of_blocks, block_size, moments[index])
+        self.state = self.of(partition.master), *moments
+        # the weights may be offloaded when the result is compared
+        self._weights_dtype = partition.weights().dtype
+
+    @torch.no_grad()
+    def errors(self) -> PredictionErrors:
+        """Compare with the worker's result, which has arrived."""
+        predicted, now = self.predicted(), self.of(self.partition.state[0])
+        rounded = now.to(predicted.dtype)
+        distances = [(other.float() - now).norm() for other in (predicted, rounded, self.state[0])]
+        prediction, rounding, update, length = torch.stack([*distances, now.norm()]).tolist()
+        return PredictionErrors(prediction, max(rounding, length * _FP32_ROUNDING), update)
+
+    def predicted(self) -> torch.Tensor:
+        """The weights as the accelerator predicts them, 1-D [k]; to the bit if the worker's kernel
+        is the reference."""
+        kind, numel = self._kind, self.state[0].numel()
+        published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
+        ahead = kind.ahead(self._last)
+        per_block = kind.publish(ahead, self.state, self._block_size, published)
+        estimate = kind.estimate(self._last, per_block, self._block_size)
+        weights = torch.empty(numel, dtype=self._weights_dtype, device="cpu")
+        kind.predict(estimate, weights, published, self.newest, self.step)
+        return weights
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The sample's elements of a 1-D tensor of the partition, copied."""
+        return _sampled(flat, self.blocks, self._block_size)
+
+
+def drawn(
+    partition: Partition, block_size: int, most_blocks: int, seed: int
+) -> torch.Tensor | None:
+    """Numbers of blocks spread over a partition, by `seed`, 1-D int64; a shorter last block is
+    excluded. None: the partition is shorter than a block, and all of it is taken."""
+    whole = partition.master.numel() // block_size
+    if not whole:
+        return None
+    count = min(whole, most_blocks)
+    generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + partition.index)
+    within = torch.rand(count, dtype=torch.float64, device="cpu", generator=generator)
+    numbers = torch.arange(count, dtype=torch.float64, device="cpu")
+    return ((numbers + within) * (whole / count)).long().clamp_(max=whole - 1)
+
+
+def _sampled(flat: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
+    if blocks is None:
+        return flat.clone()
+    whole = flat.numel() // block_size * block_size
+    return flat[:whole].view(-1, block_size).index_select(0, blocks).view(-1)
+
+
+def _on_host(grad: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
+    """The sample of a gradient. From an accelerator it is copied on the current stream, without
+    waiting."""
+    if grad.device.type == "cpu":
+        return _sampled(grad, blocks, block_size)
+    if blocks is not None:
+        blocks = get_accelerator().pin_memory(blocks).to(grad.device, non_blocking=True)
+    there = _sampled(grad, blocks, block_size)
+    return allocation.host_empty(there.numel(), there.dtype, pin=True).copy_(
+        there, non_blocking=True
+    )
