@@ -186,7 +186,7 @@ def test_what_the_page_says_about_accelerate_trains(tmp_path: Path) -> None:
 
     text = (ROOT / "docs" / "trainers.md").read_text()
     marked = re.compile(r"file: accelerate.yaml.*?(```.*?```)", re.DOTALL)
-    parts = marked.findall(text) + [text.split("\n## Accelerate\n")[1].split("\n## ")[0]]
+    parts = [*marked.findall(text), text.split("\n## Accelerate\n")[1].split("\n## ")[0]]
     blocks = dict(re.findall(r"```(\w+)\n(.*?)```", "".join(parts), re.DOTALL))
     assert set(blocks) == {"yaml", "json", "python"}
     (tmp_path / "accelerate.yaml").write_text(blocks["yaml"])
