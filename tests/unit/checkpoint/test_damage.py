@@ -146,10 +146,7 @@ def loads(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("rule", "moments"),
-    [
-        *itertools.product(("predictive", "exact"), ("float32", "int8")),
-        ("selective", "float32"),  # it has no others
-    ],
+    [*itertools.product(("predictive", "exact"), ("float32", "int8")), ("selective", "float32")],
 )
 def test_damage_is_found_or_changes_nothing(
     rule: str, stage: int, moments: str, request: pytest.FixtureRequest, tmp_path: Path
