@@ -23,9 +23,8 @@ from deepspeed_ext.commands.memory.setup import (
     MOMENTS,
     Model,
     Setup,
-    sums_section,
+    sections_of,
     ways,
-    zero_section,
 )
 
 __all__ = ["OWNED", "PAGE", "Owned", "flash_largest", "largest", "page", "row", "table"]
@@ -151,11 +150,7 @@ def named(name: str, card: str, host_gib: int) -> tuple[str, str]:
     for fused in (False, True):
         best = suggested(fits(replace(asked, fused_loss=fused)))
         if best is not None:
-            parts = [
-                zero_section(best.setup),
-                *([sums] if (sums := sums_section(best.setup)) else []),
-            ]
-            section = ", ".join(json.dumps(part, separators=(",", ":")) for part in parts)
+            section = json.dumps(sections_of(best.setup), separators=(",", ":"))[1:-1]
             return section, f"{best.seconds:.1f}{'*' * fused}"
     return "", ""
 
@@ -175,7 +170,7 @@ def models_table() -> str:
             rows.append([f"`{card}`", name, *cells])
     head = ["card", "model", *(f"{host}" for host in NAMED_HOST_GIB)]
     configs = [[letter, f"`{section}`"] for section, letter in letters.items()]
-    return f"{table(head, rows)}\n{table(['', '`zero_optimization`, and `data_types` with two micro-steps'], configs)}"
+    return f"{table(head, rows)}\n{table(['', 'config'], configs)}"
 
 
 def speeds_table() -> str:

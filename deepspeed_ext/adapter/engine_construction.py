@@ -248,9 +248,10 @@ class EngineConstruction(DeepSpeedEngine):
         binding = self.core_binding
         placement = None if binding is None else binding.worker_placement
         cores = None if binding is None else binding.cores
-        asked = self._config.grad_accum_dtype  # DeepSpeed's default is the weights' dtype
-        in_fp32 = asked is None or self.get_data_types()[1] is not torch.bfloat16
-        start = ZenFlowStart(run, self._ranks, placement, self._undo, cores, in_fp32)
+        summed = self._config.grad_accum_dtype and self.get_data_types()[1]  # None: not given
+        start = ZenFlowStart(
+            run, self._ranks, placement, self._undo, cores, summed is not torch.bfloat16
+        )
         return [
             optimizer_class(partial(ZenFlowZeroOptimizer, settings=settings, start=start)),
             stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),

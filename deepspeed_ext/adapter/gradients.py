@@ -4,10 +4,9 @@ to the host.
 With ``gradients_on_host``, and with weights on the host, gradients wait for their step in host
 memory. Every parameter's gradient has its place in the ring slot of its partition, so nothing is
 copied when the step begins: the host computes the weights from the slot, and the worker reads it,
-too. Micro-steps are summed in the slots, or, if sums have another dtype, in a buffer of their own.
-What the step reads is in either case rounded to the dtype in which gradients are handed over.
-DeepSpeed treats these gradients as those of its own CPU offload: it neither keeps nor flattens them
-on the accelerator, and takes norms that were computed during backward.
+too. If micro-steps are summed in another dtype than that of the slots, the sums have their own
+buffer. DeepSpeed treats these gradients as those of its own CPU offload: it neither keeps nor
+flattens them on the accelerator, and takes norms that were computed during backward.
 """
 
 from __future__ import annotations
@@ -168,7 +167,6 @@ class HostGradients:
             read the last gradient of a span.
         sums: buffer of sums, 1-D, host; None: gradients are summed in the slots.
         norm: computes the norm of a tensor on its device.
-        handed_over: dtype to whose values complete gradients are rounded.
 
     Attributes:
         norms: norm of each complete gradient, by id.
@@ -180,10 +178,8 @@ class HostGradients:
         slot: Callable[[int, Span], torch.Tensor],
         sums: torch.Tensor | None,
         norm: Callable[[torch.Tensor], torch.Tensor],
-        handed_over: torch.dtype,
     ) -> None:
         self._places, self._slot, self._sums, self._norm = places, slot, sums, norm
-        self._handed_over = handed_over
         self._stream: Any = None
         self.forget()
 
@@ -208,8 +204,7 @@ class HostGradients:
         total = gradient.view(-1).to(sums.dtype)
         if adds and number in self._arrived:
             total = sums.to(gradient.device, non_blocking=True).add_(total)
-        is_in_slot = completes and self._sums is None
-        sums.copy_(total.to(self._handed_over) if is_in_slot else total, non_blocking=True)
+        sums.copy_(total, non_blocking=True)
         self._arrived.add(number)
         self._in_slot.discard(number)
         self._shown.discard(number)
@@ -234,8 +229,6 @@ class HostGradients:
                 source = self._slot_of(number) if number in self._in_slot else self._sum_of(number)
                 self.norms[number] = self._norm(source.to(get_accelerator().current_device_name()))
                 self.show(number)
-                if self._sums is None:
-                    source.copy_(source.to(self._handed_over))
 
     def show(self, number: int) -> None:
         """Let callers read and write a parameter's gradient in its slot, on the host."""

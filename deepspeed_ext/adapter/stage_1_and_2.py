@@ -273,8 +273,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if summed is not slot(0).dtype:
             numel = sum(place.end - place.begin for place in places.values())
             sums = memory.host_empty(numel, summed, self._pins_sums)
-        handed_over = getattr(torch, parts.host.decided.dtypes.handed_over)
-        parts.driver.gradients = HostGradients(places, slot, sums, gradient_norm, handed_over)
+        parts.driver.gradients = HostGradients(places, slot, sums, gradient_norm)
         self._reduced: dict[int, torch.Tensor] = {}
 
     def copy_grads_in_partition(self, param: Any, *args: Any, **kwargs: Any) -> None:

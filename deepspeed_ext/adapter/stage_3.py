@@ -76,7 +76,6 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
                 self.host_optimizer.coming_slot,
                 self.grad_partitions_flat_buffer if self._sums_apart else None,
                 self._constant_buffered_norm2 if self.offload_param else gradient_norm,
-                getattr(torch, self.host_optimizer.decided.dtypes.handed_over),
             )
             self.reset_cpu_buffers()
         self._late_weights: LateWeights | None = None

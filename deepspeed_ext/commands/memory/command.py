@@ -13,21 +13,15 @@ from typing import Any
 
 from deepspeed_ext.commands.memory.fit import (
     GPU_RESERVE,
+    HOST_RESERVE,
+    RANK_RESERVE,
     Fit,
     Question,
     fits,
     nearest,
     suggested,
 )
-from deepspeed_ext.commands.memory.model import (
-    GIB,
-    HOST_RESERVE,
-    RANK_RESERVE,
-    Model,
-    machine_of,
-    read_shape,
-    typical,
-)
+from deepspeed_ext.commands.memory.model import GIB, Model, machine_of, read_shape, typical
 from deepspeed_ext.commands.memory.plan import PLACES
 from deepspeed_ext.commands.memory.setup import (
     config_of,
@@ -35,8 +29,7 @@ from deepspeed_ext.commands.memory.setup import (
     inexactness,
     name_of,
     read_config,
-    sums_section,
-    zero_section,
+    sections_of,
 )
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted
@@ -142,8 +135,7 @@ def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> st
     shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)
     width = max(len(_row_name(fit)) for fit in shown)
     recomputed = "recomputed" if question.recomputed else "kept"
-    fused = "a fused loss (Liger's, use_liger_kernel)"
-    loss = fused if question.fused_loss else "all logits at once"
+    loss = "a fused loss (use_liger_kernel)" if question.fused_loss else "all logits at once"
     kept = [size // GIB for size in (GPU_RESERVE, HOST_RESERVE, RANK_RESERVE)]
     lines = [
         *answer(found),
@@ -153,7 +145,8 @@ def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> st
         "host.",
         f"Assumed: {machine.name}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s "
         f"each way, {machine.host_of_rank / 1e9:.0f} GB/s of host memory per GPU.",
-        f"Activations of a micro-step: {_activations(question)}, {recomputed}, {loss}.",
+        f"Activations: {_gib(question.activations(question.micro_steps))} GiB of "
+        f"{question.sequence:,} tokens, {recomputed}, {loss}.",
         "Kept free: {} GiB of a GPU, {} GiB of a host and {} for each of its ranks.".format(*kept),
         *(f"note: {note}" for note in notes),
         "",
@@ -166,12 +159,6 @@ def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> st
     if len(shown) < len(found):
         lines.append(f"Each line is the best of its kind; --all shows all {len(found)} ways.")
     return "\n".join(lines)
-
-
-def _activations(question: Question) -> str:
-    counts = sorted({1, question.micro_steps})
-    sizes = ((question.tokens // count, question.activations(count)) for count in counts)
-    return ", ".join(f"{_gib(size)} GiB of {tokens:,} tokens" for tokens, size in sizes)
 
 
 def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
@@ -199,8 +186,7 @@ def answer(found: Sequence[Fit]) -> list[str]:
     if question.machine.host_bytes is None:
         lines.append("The host's memory is not known: add --host-gb.")
     if len(found) > 1:
-        written = {"zero_optimization": zero_section(best.setup), **sums_section(best.setup)}
-        lines.append(f"Write {json.dumps(written)[1:-1]}")
+        lines.append(f"Write {json.dumps(sections_of(best.setup))[1:-1]}")
     if (cost := cost_of(best.setup)) is not None:
         lines.append(f"Not AdamW to the bit: cost in loss {cost}.")
     return lines
@@ -215,8 +201,8 @@ def _miss(found: Sequence[Fit]) -> list[str]:
             "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
             f"{fused.name}."
         )
-    made = question.activations(question.micro_steps)
-    room = (question.machine.gpu_bytes or 0) - GPU_RESERVE - made
+    room = (question.machine.gpu_bytes or 0) - GPU_RESERVE
+    room -= question.activations(question.micro_steps)
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [

@@ -18,15 +18,18 @@ from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_uni
 __all__ = [
     "Fit",
     "GPU_RESERVE",
+    "HOST_RESERVE",
     "Question",
+    "RANK_RESERVE",
     "fits",
     "lanes_on",
     "nearest",
     "suggested",
 ]
 
-GPU_RESERVE = 2 * GIB
-"""Bytes of a GPU that stay free, for its context, collectives and fragmentation."""
+GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 4 * GIB, 2 * GIB
+"""Bytes that stay free: per GPU for its context, collectives and fragmentation; per host for the
+system and its kernel; per rank for libraries (1.2 GiB on an H100, docs/results/gpu.md) and data."""
 SAME_TIME = 0.85
 """Ways count as equally fast unless one takes less than this fraction of the other's time: times
 are arithmetic, and most runs are slower (docs/design/time_model.md)."""
@@ -137,22 +140,21 @@ class Fit:
         ranks."""
         there = Place.ACCELERATOR
         made = self.question.activations(self.setup.accumulation)
-        in_backward = self.plan.nbytes(there, Phase.BACKWARD) + made
-        gpu = max(self.plan.peak(there), in_backward)
+        gpu = max(self.plan.peak(there), self.plan.nbytes(there, Phase.BACKWARD) + made)
         return {there: gpu, Place.HOST: self.plan.host_peak()}
 
     @cached_property
     def _sizes(self) -> dict[Place, int]:
-        """By place, bytes beside the reserve; empty: the machine is not known."""
         machine = self.question.machine
-        of_gpu = None if machine.gpu_bytes is None else machine.gpu_bytes - GPU_RESERVE
-        of_all = {Place.ACCELERATOR: of_gpu, Place.HOST: machine.host_free}
+        of_all = {Place.ACCELERATOR: machine.gpu_bytes, Place.HOST: machine.host_bytes}
         return {place: size for place, size in of_all.items() if size is not None}
 
     @property
     def left(self) -> dict[Place, int]:
         """By place, bytes left beside the reserve; empty: the machine is not known."""
-        return {at: size - self.needed[at] for at, size in self._sizes.items()}
+        of_host = HOST_RESERVE + self.question.machine.per_host * RANK_RESERVE
+        kept = {Place.ACCELERATOR: GPU_RESERVE, Place.HOST: of_host}
+        return {at: size - kept[at] - self.needed[at] for at, size in self._sizes.items()}
 
     @property
     def short(self) -> list[Place]:
@@ -175,8 +177,8 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
     """Rate all ways on this machine, each with a step in one micro-step and in as many as
     sequences, or only `setups`. If a run puts gradients on the host by itself, the way that asks
     for it stands for both."""
-    several = ways(question.micro_steps) if question.micro_steps > 1 else ()
-    tried = (*ways(), *several) if setups is None else setups
+    counts = sorted({1, question.micro_steps})
+    tried = (setup for count in counts for setup in ways(count)) if setups is None else setups
     found = (_fit(question, setup) for setup in tried)
     return list({fit.name: fit for fit in found}.values())
 

@@ -16,23 +16,9 @@ from typing import Any, NamedTuple
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = [
-    "GIB",
-    "HOST_RESERVE",
-    "Machine",
-    "Model",
-    "RANK_RESERVE",
-    "Shape",
-    "known",
-    "machine_of",
-    "read_shape",
-    "typical",
-]
+__all__ = ["GIB", "Machine", "Model", "Shape", "known", "machine_of", "read_shape", "typical"]
 
 GIB = 1 << 30
-HOST_RESERVE, RANK_RESERVE = 4 * GIB, 2 * GIB
-"""Bytes that stay free: per host for the system and its kernel; per rank for libraries (1.2 GiB on
-an H100, docs/results/gpu.md) and data."""
 
 MOST_BYTES = 1 << 24
 """Larger than any config.json; a larger file holds weights."""
@@ -263,12 +249,6 @@ class Machine:
     def host_of_rank(self) -> float:
         """Bytes per second of a host's memory for each of its ranks."""
         return min(self.host / self.per_host, self.of_rank)
-
-    @property
-    def host_free(self) -> int | None:
-        """Bytes of a host for the run; None: not known."""
-        kept = HOST_RESERVE + self.per_host * RANK_RESERVE
-        return None if self.host_bytes is None else self.host_bytes - kept
 
 
 def machine_of(

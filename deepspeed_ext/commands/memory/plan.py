@@ -103,7 +103,7 @@ def plan_memory(model: Model, machine: Machine, setup: Setup) -> MemoryPlan:
         if setup.partitions_weights:
             elements = sum(run.numel * run.times for run in partitions)
         weights = 0 if setup.weights is Place.HOST else model.itemsize * elements
-        of_host = () if machine.host_free is None else (("machine", machine.host_free),)
+        of_host = () if machine.host_bytes is None else (("machine", machine.host_bytes),)
         mine = RankFacts(partitions, max(0, total - weights), total, host_free=of_host)
         if setup.flatten_tier is None and not setup.partitions_weights:
             facts = FlattenFacts(weights, machine.ranks, total - weights, total)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
-from deepspeed_ext.adapter.buffers import START_ALIGNMENT
 from deepspeed_ext.commands.memory.model import Machine, Model
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.config.file import count_in, read_json, section_of
@@ -37,7 +37,7 @@ __all__ = [
     "name_of",
     "read_config",
     "ways",
-    "zero_section",
+    "sections_of",
 ]
 
 Stage = Literal[1, 2, 3]
@@ -109,9 +109,8 @@ class Setup:
 
     def accumulation_dtype(self, model: Model) -> str:
         """Dtype in which gradients are accumulated."""
-        in_fp32 = self.sums == "fp32"
-        if self.zenflow is not None:
-            in_fp32 = self.accumulation > 1 and self.sums != "bf16"
+        ours = self.accumulation > 1 and self.sums != "bf16"
+        in_fp32 = self.sums == "fp32" if self.zenflow is None else ours
         return "float32" if in_fp32 else model.dtype
 
     def partitions(self, model: Model, machine: Machine) -> list[Run]:
@@ -160,6 +159,9 @@ class Setup:
         return decide(facts, self.zenflow, ratio=self.host_share)
 
 
+START_ALIGNMENT = 2
+"""Elements per rank to which DeepSpeed aligns a flat buffer of stages 1 and 2."""
+
 # -- the ways to train -----------------------------------------------------------------------------
 
 MOMENTS = {"float32": "fp32 moments", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
@@ -188,15 +190,13 @@ def ways(accumulation: int = 1) -> Iterator[Setup]:
         yield from (plain, offload)
         for section in sections:
             yield replace(plain, host_share=None, zenflow=ZenFlowConfig(**section))
-            for sums in summed:
-                leaves = ZenFlowConfig(**section, gradients_on_host=True)
-                yield replace(plain, sums=sums, zenflow=leaves)
+            leaves = ZenFlowConfig(**section, gradients_on_host=True)
+            yield from (replace(plain, sums=sums, zenflow=leaves) for sums in summed)
         if plain.partitions_weights:
             yield replace(offload, offload_param=True)
             lifts = replace(offload, offload=False, offload_param=True)
-            for section in sections:
-                for sums in summed:
-                    yield replace(lifts, sums=sums, zenflow=ZenFlowConfig(**section))
+            for section, sums in product(sections, summed):
+                yield replace(lifts, sums=sums, zenflow=ZenFlowConfig(**section))
 
 
 def inexactness(setup: Setup) -> int:
@@ -222,9 +222,8 @@ def name_of(setup: Setup, plan: ZenFlowPlan | None = None) -> str:
         leaves = zenflow.gradients_on_host or (plan is not None and plan.copies is Copies.WEIGHTS)
         parts += ["gradients on host"] if leaves and not is_on_host else []
     parts += ["weights on host"] if is_on_host else []
-    if setup.accumulation > 1:
-        of = " in bf16" if setup.sums == "bf16" else ""
-        parts.append(f"{setup.accumulation} micro-steps{of}")
+    of = " in bf16" if setup.sums == "bf16" else ""
+    parts += [f"{setup.accumulation} micro-steps{of}"] if setup.accumulation > 1 else []
     return ", ".join(parts)
 
 
@@ -251,26 +250,22 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
         enabled = "auto" if reader == "trainer" else True
         config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": enabled}
     optimizers = {"type": "AdamW", "params": optimizer}
-    config |= {"optimizer": optimizers, "zero_optimization": zero_section(setup)}
-    return config | sums_section(setup)
+    return config | {"optimizer": optimizers, **sections_of(setup)}
 
 
-def sums_section(setup: Setup) -> dict[str, Any]:
-    """``data_types``, if a way asks for other sums of micro-steps."""
-    return {} if setup.sums is None else {"data_types": {"grad_accum_dtype": setup.sums}}
-
-
-def zero_section(setup: Setup) -> dict[str, Any]:
-    """The ``zero_optimization`` section of a way."""
+def sections_of(setup: Setup) -> dict[str, Any]:
+    """What makes a config a way: ``zero_optimization``, and ``data_types`` for its sums."""
     on_cpu, zenflow = {"device": "cpu", "pin_memory": setup.pins}, setup.zenflow
     offload = {"offload_optimizer": on_cpu} if setup.offload or setup.offload_param else {}
-    return {
+    zero = {
         "stage": setup.stage,
         **({"stage3_gather_16bit_weights_on_model_save": True} if setup.gathers_on_save else {}),
         **offload,
         **({"offload_param": on_cpu} if setup.offload_param else {}),
         **({} if zenflow is None else {"zenflow": zenflow.model_dump(exclude_unset=True)}),
     }
+    summed = {} if setup.sums is None else {"data_types": {"grad_accum_dtype": setup.sums}}
+    return {"zero_optimization": zero, **summed}
 
 
 _SUMS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}

@@ -146,7 +146,7 @@ class Dtypes:
     Attributes:
         weights: dtype of the model's weights.
         summed: dtype in which gradients of micro-steps are added up.
-        gradient: dtype of their slots on the host.
+        gradient: dtype in which they are handed over.
         published: dtype of y.
     """
 
@@ -165,17 +165,8 @@ class Dtypes:
         return cls(weights, summed, summed if weights == "float16" else weights, weights)
 
     @property
-    def handed_over(self) -> str:
-        """The dtype to whose values gradients are rounded, whatever their slots have."""
-        return Dtypes.of(self.weights, self.summed).gradient
-
-    def with_sums_as_slots(self) -> Dtypes:
-        """The same where micro-steps are added up in the slots: no sums apart from them."""
-        return replace(self, gradient=self.summed)
-
-    @property
     def sums_apart(self) -> bool:
-        """Whether gradients are added up in another dtype than their slots have."""
+        """Whether gradients are added up in another dtype than they are handed over in."""
         return self.summed != self.gradient
 
     @property

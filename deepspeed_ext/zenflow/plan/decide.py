@@ -116,8 +116,6 @@ class _Planner:
             share = _Share(1.0, "gradients wait on the host, where they arrive in backward")
         places, of_copies = self.landing(places, share.on_host)
         shortage = self.host_shortage(places, share.on_host)
-        if shortage is not None and places.source is Source.BACKWARD and self.may_sum_in_slots:
-            return self.sums_in_slots.plan(ratio)
         if shortage is not None:
             other = "set zenflow.gradients_on_host to false, or "
             instead = other if places.copies is Copies.WEIGHTS else ""
@@ -277,18 +275,6 @@ class _Planner:
 
     # -- where gradients wait ----------------------------------------------------------------------
 
-    @property
-    def may_sum_in_slots(self) -> bool:
-        """Whether micro-steps may be added up in the gradients' slots, which saves the sums: y of
-        predicted weights would not fit there. It is for hosts without room for sums apart, because
-        then the first micro-step already waits for the pass to have read its slots."""
-        return self.dtypes.sums_apart and self.config.rule == "exact"
-
-    @property
-    def sums_in_slots(self) -> _Planner:
-        """The planner of a run that adds them up there."""
-        return replace(self, dtypes=self.dtypes.with_sums_as_slots())
-
     def gradients(self, share: _Share) -> tuple[Places, Reason]:
         """Where gradients wait for their step, and the places that follow."""
         caller, asked = self.facts.caller, self.config.gradients_on_host
@@ -319,8 +305,8 @@ class _Planner:
             f"{MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
         if tightest is not None:
-            least = self.sums_in_slots if self.may_sum_in_slots else self
-            short = least.host_shortage(_IN_BACKWARD, 1.0)
+            sums = DTYPE_BYTES[self.dtypes.summed] if self.dtypes.sums_apart else 0
+            short = self.host_shortage(_IN_BACKWARD, 1.0, sums)
             why = why if short is None else f"{why}; but a host is short: {short}"
         return tightest is not None and short is None, why
 
@@ -342,7 +328,7 @@ class _Planner:
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
         that DeepSpeed keeps, and the flat copy of one partition."""
-        names = self.dtypes.weights, self.dtypes.summed, self.dtypes.handed_over
+        names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
         weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
         largest = max((run.numel for run in partitions), default=0)
         is_copied = self.facts.caller.partitions_weights or summed == weights
@@ -386,11 +372,13 @@ class _Planner:
 
     # -- the host ----------------------------------------------------------------------------------
 
-    def host_shortage(self, places: Places, host_share: float) -> str | None:
+    def host_shortage(self, places: Places, host_share: float, sums: int = 0) -> str | None:
         """Describe what the first host that is short of memory lacks if its ranks touch all that
-        they need at start and in backward; None: no host is short."""
-        apart = places.source is Source.BACKWARD and self.dtypes.sums_apart
-        sums = DTYPE_BYTES[self.dtypes.summed] if apart else 0
+        they need at start; None: no host is short.
+
+        Args:
+            sums: bytes per element of gradient sums that are on the host, too.
+        """
         drafts = self.drafts(places, host_share)
         needs = {shape: drafts[shape].bytes_at_start + sums * _total(shape) for shape in drafts}
         by_limit: dict[tuple[str, str], list[tuple[int, int]]] = {}

@@ -48,7 +48,7 @@ class Heads:
         self.numels = tuple(numels)
         self._kind = kind
         self._arena = arena
-        self._is_shown = False
+        self.is_shown = False
         layout = kind.layout
         # by partition: p, fp32, and the moments in their own dtypes, [blocks, block_size], and
         # scales of codes, [blocks], on the accelerator; and where each is shown, 1-D, in the arena
@@ -131,7 +131,7 @@ class Heads:
         for part in self._parts:
             for values, shown in part:
                 shown.copy_(values.view(-1))
-        self._is_shown = True
+        self.is_shown = True
 
     @torch.no_grad()
     def take(self) -> None:
@@ -139,20 +139,15 @@ class Heads:
         for part in self._parts:
             for values, shown in part:
                 values.copy_(shown.view_as(values))
-        self._is_shown = True
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether it takes memory on the host."""
-        return self._is_shown
+        self.is_shown = True
 
     def hide(self) -> None:
         """Free the host memory of what is shown. Copies from there must be complete."""
-        if self._is_shown:
+        if self.is_shown:
             for index in range(len(self._parts)):
                 for each in self._kind.layout.kept:
                     self._arena.release_before(each, index)
-            self._is_shown = False
+            self.is_shown = False
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """What a partition's share keeps on the accelerator between steps."""

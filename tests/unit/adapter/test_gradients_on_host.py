@@ -14,22 +14,18 @@ NUMEL = 1 << 14
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
-def finished(summed: str, ends_early: bool) -> list[bool]:
+def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
     """Whether each slot is right after a late gradient, a sum of two, one that was never made, and
     one that is complete unless the step `ends_early`, before its last micro-step."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
-    of_slots = torch.float32 if summed == "in fp32 slots" else torch.bfloat16
-    slots = [accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"), dtype=of_slots))]
-    sums = accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan")))
-    sums = sums if summed == "apart" else None
+    slots = [accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"), dtype=torch.bfloat16))]
+    sums = accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"))) if sums_apart else None
     places = {
         number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
         for number in range(4)
     }
-    gradients = HostGradients(
-        places, lambda index, _: slots[index], sums, torch.linalg.vector_norm, torch.bfloat16
-    )
+    gradients = HostGradients(places, lambda index, _: slots[index], sums, torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device).bfloat16() for _ in range(4)]
     expected = [each.cpu() for each in made]
     late = [torch.full_like(each, float("nan")) for each in made]
@@ -44,23 +40,22 @@ def finished(summed: str, ends_early: bool) -> list[bool]:
     gradients.finish()
     total = (
         (expected[1].float() + expected[2].float()).bfloat16()
-        if summed != "in slots"
+        if sums_apart
         else expected[1] + expected[2]
     )
     wanted = [expected[0], total, torch.zeros_like(total), expected[3]]
     return [
-        torch.equal(part, each.to(of_slots))
-        for part, each in zip(slots[0].split(NUMEL), wanted, strict=True)
+        torch.equal(part, each) for part, each in zip(slots[0].split(NUMEL), wanted, strict=True)
     ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ends_early", [False, True])
-@pytest.mark.parametrize("summed", ["in slots", "in fp32 slots", "apart"])
+@pytest.mark.parametrize("sums_apart", [False, True])
 def test_every_slot_is_complete_once_gradients_are_finished(
-    summed: str, ends_early: bool, device: str
+    sums_apart: bool, ends_early: bool, device: str
 ) -> None:
-    assert run_ranks(1, finished, summed, ends_early, device=device) == [[True] * 4]
+    assert run_ranks(1, finished, sums_apart, ends_early, device=device) == [[True] * 4]
 
 
 def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
@@ -74,9 +69,7 @@ def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
         number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
         for number in range(3)
     }
-    gradients = HostGradients(
-        places, lambda index, _: slots[index], sums, torch.linalg.vector_norm, torch.bfloat16
-    )
+    gradients = HostGradients(places, lambda index, _: slots[index], sums, torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device) for _ in range(3)]
     made = made if sums_apart else [each.bfloat16() for each in made]
     for number, each in enumerate(made):
@@ -111,11 +104,7 @@ def read_at_once() -> bool:
     slots = [accelerator.pin_memory(torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16))]
     sums = accelerator.pin_memory(torch.full((NUMEL,), float("nan")))
     gradients = HostGradients(
-        {0: Extent(0, 0, NUMEL, 0)},
-        lambda index, _: slots[index],
-        sums,
-        torch.linalg.vector_norm,
-        torch.bfloat16,
+        {0: Extent(0, 0, NUMEL, 0)}, lambda index, _: slots[index], sums, torch.linalg.vector_norm
     )
     made = torch.randn(NUMEL, device=accelerator.current_device_name())
     expected = made.cpu().bfloat16()
@@ -140,11 +129,7 @@ def weights_from_the_slot() -> bool:
     accelerator = get_accelerator()
     slots = [accelerator.pin_memory(torch.ones(NUMEL, dtype=torch.bfloat16))]
     gradients = HostGradients(
-        {0: Extent(0, 0, NUMEL, 0)},
-        lambda index, _: slots[index],
-        None,
-        torch.linalg.vector_norm,
-        torch.bfloat16,
+        {0: Extent(0, 0, NUMEL, 0)}, lambda index, _: slots[index], None, torch.linalg.vector_norm
     )
     weights = torch.zeros(NUMEL, dtype=torch.bfloat16, device=accelerator.current_device_name())
     accelerator.synchronize()

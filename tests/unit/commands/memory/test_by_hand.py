@@ -51,7 +51,9 @@ def host_bytes(name: str, rule: str, moments: str) -> float:
     """State; and a slot for gradients in bf16. The predictive rule has a slot more, two fp32
     numbers for each block of 32, and, while the model is saved alone, its weights set aside; the
     exact rule four of 64 chunks of weights on their way."""
-    slots, of_blocks, aside = (2, 8 / 32 + 2 * 2 / 64, 2) if rule == "ZenFlow" else (1, 2 * 4 / 64, 0)
+    slots, of_blocks, aside = (
+        (2, 8 / 32 + 2 * 2 / 64, 2) if rule == "ZenFlow" else (1, 2 * 4 / 64, 0)
+    )
     return MODELS[name][0] * (STATE[moments] + 2 * slots + of_blocks + aside)
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.commands.memory.fit import (
     GPU_RESERVE,
+    HOST_RESERVE,
+    RANK_RESERVE,
     SAME_TIME,
     Fit,
     Question,
@@ -22,16 +24,7 @@ from deepspeed_ext.commands.memory.fit import (
     nearest,
     suggested,
 )
-from deepspeed_ext.commands.memory.model import (
-    GIB,
-    HOST_RESERVE,
-    RANK_RESERVE,
-    Machine,
-    Model,
-    Shape,
-    machine_of,
-    read_shape,
-)
+from deepspeed_ext.commands.memory.model import GIB, Machine, Model, Shape, machine_of, read_shape
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import (
     READERS,
