@@ -248,9 +248,9 @@ class EngineConstruction(DeepSpeedEngine):
         binding = self.core_binding
         placement = None if binding is None else binding.worker_placement
         cores = None if binding is None else binding.cores
-        summed = self._config.grad_accum_dtype and self.get_data_types()[1]  # None: not given
+        dtype = self._config.grad_accum_dtype and self.get_data_types()[1]  # None: not given
         start = ZenFlowStart(
-            run, self._ranks, placement, self._undo, cores, summed is not torch.bfloat16
+            run, self._ranks, placement, self._undo, cores, dtype != torch.bfloat16
         )
         return [
             optimizer_class(partial(ZenFlowZeroOptimizer, settings=settings, start=start)),

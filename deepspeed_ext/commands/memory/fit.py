@@ -179,8 +179,7 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
     for it stands for both."""
     counts = sorted({1, question.micro_steps})
     tried = (setup for count in counts for setup in ways(count)) if setups is None else setups
-    found = (_fit(question, setup) for setup in tried)
-    return list({fit.name: fit for fit in found}.values())
+    return list({fit.name: fit for fit in (_fit(question, each) for each in tried)}.values())
 
 
 def _fit(question: Question, setup: Setup) -> Fit:
