@@ -246,8 +246,7 @@ class EngineConstruction(DeepSpeedEngine):
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
         run = ZenFlowRun.of(zenflow, timeouts, steps, settings.host_ratio)
         binding = self.core_binding
-        placement = None if binding is None else binding.worker_placement
-        cores = None if binding is None else binding.cores
+        placement, cores = (binding.worker_placement, binding.cores) if binding else (None, None)
         dtype = self._config.grad_accum_dtype and self.get_data_types()[1]  # None: not given
         start = ZenFlowStart(
             run, self._ranks, placement, self._undo, cores, dtype != torch.bfloat16

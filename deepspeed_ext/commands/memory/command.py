@@ -194,6 +194,7 @@ def answer(found: Sequence[Fit]) -> list[str]:
 
 def _miss(found: Sequence[Fit]) -> list[str]:
     question, near, setups = found[0].question, nearest(found), [fit.setup for fit in found]
+    total = question.machine.gpu_bytes or 0
     lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
     fused = suggested(fits(replace(question, fused_loss=True), setups))
     if fused is not None and not question.fused_loss:
@@ -201,12 +202,11 @@ def _miss(found: Sequence[Fit]) -> list[str]:
             "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
             f"{fused.name}."
         )
-    room = (question.machine.gpu_bytes or 0) - GPU_RESERVE
-    room -= question.activations(question.micro_steps)
+    kept = question.activations(question.micro_steps) + GPU_RESERVE
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [
-        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= room else 'does not fit'})"
+        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= total - kept else 'does not fit'})"
         for name, nbytes in needs.items()
     ]
     lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")

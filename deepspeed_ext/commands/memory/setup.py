@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Literal
 
 from deepspeed_ext.commands.memory.model import Machine, Model
@@ -195,8 +194,8 @@ def ways(accumulation: int = 1) -> Iterator[Setup]:
         if plain.partitions_weights:
             yield replace(offload, offload_param=True)
             lifts = replace(offload, offload=False, offload_param=True)
-            for section, sums in product(sections, summed):
-                yield replace(lifts, sums=sums, zenflow=ZenFlowConfig(**section))
+            for zenflow in (ZenFlowConfig(**section) for section in sections):
+                yield from (replace(lifts, sums=sums, zenflow=zenflow) for sums in summed)
 
 
 def inexactness(setup: Setup) -> int:
