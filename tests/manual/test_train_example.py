@@ -20,7 +20,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.rules.predictive import schedule
+from deepspeed_ext.zenflow.rules import predictive
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tools import launch
@@ -84,7 +84,7 @@ def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path
 
 def train_overlapped(folder: str, *flags: str) -> float | None:
     """As `train`, whose six steps would all be synchronous by default."""
-    with patch.object(schedule, "_WARM_UP_STEPS", 1):
+    with patch.object(predictive, "_WARM_UP_STEPS", 1):
         return train(folder, *flags)
 
 

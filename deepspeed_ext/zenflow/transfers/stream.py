@@ -27,6 +27,7 @@ the pass itself gives the weights.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -154,6 +155,8 @@ class Stream:
         self._newest_slot = self._y_slot = [0] * len(self._numels)
         self._awaited: dict[Key, Span] = {}  # chunks whose weights are on their way
         self._lost: set[Key] = set()  # of those awaited
+        # the courier starts no copy once weights are lost: it would write where NaN are
+        self._starting, self._is_lost = threading.Lock(), False
         # Of each chunk: its newest parcel or, without a courier, message; the parcel of its pass
         # after a peek; and events after its gradient's copy down, and after y or weights in its
         # slot were last read.
@@ -369,16 +372,18 @@ class Stream:
         """Start the copies of a chunk's results to their place. Called by the courier. `key` is
         None if y goes to a landing buffer, which nobody but `parts` waits for: a backward pass that
         waited for it would leave copies exposed."""
-        if self._up is None:
-            with torch.no_grad():
+        with self._starting, torch.no_grad():
+            if self._is_lost:
+                return
+            if self._up is None:
                 for target, source in copies:
                     target.copy_(source)
-            return
-        timed = self._upwards.measured(self._up) if self._buffers else nullcontext()
-        with torch.no_grad(), get_accelerator().stream(self._up), timed:
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-        copied = copying.recorded(self._up)
+                return
+            timed = self._upwards.measured(self._up) if self._buffers else nullcontext()
+            with get_accelerator().stream(self._up), timed:
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+            copied = copying.recorded(self._up)
         if key is not None:
             self._used[key] = copied
         if slot is not None:
@@ -502,7 +507,9 @@ class Stream:
         Args:
             parts: what is used now; None: everything.
         """
-        if self._up is not None:  # a copy that has started may still write what is filled here
+        with self._starting:  # a copy that has started may still write what is filled here
+            self._is_lost = True
+        if self._up is not None:
             get_accelerator().current_stream().wait_stream(self._up)
         for key in self._awaited.keys() - self._lost:
             # Held for longer than its slice: a collected engine ends here when the interpreter

@@ -91,7 +91,7 @@ class OptimizerProcess:
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
         try:
             self._channel.put(plan)
-            self._await(lambda: hasattr(self, "ready"), "start within")
+            self._await(lambda: "ready" in self.__dict__, "start within")
         except BaseException:
             self.close()
             raise

@@ -68,7 +68,7 @@ class ReferenceKernel(Kernel):
                 if work.peeks:
                     state = [array.clone() for array in state]
                 if grads:
-                    passes.take_step(state, grads[i], work.step, block, work.first + i * chunk)
+                    passes.take_host_step(state, grads[i], work.step, block, work.first + i * chunk)
                 known = per_block[i] if per_block else None
                 passes.publish(work.publish, state, block, published[i], known)
 

@@ -86,6 +86,7 @@ def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, d
         pytest.skip("refused")
     config = zenflow_config(stage, **section)
     config["zero_optimization"] |= zero
+    config["zero_optimization"]["zenflow"]["autotune"] = True
     [(plan, differences)] = run_ranks(1, built, config, device=device, pool=f"built {stage == 3}")
     assert differences == []
     if device == "sim":

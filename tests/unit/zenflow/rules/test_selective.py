@@ -17,7 +17,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Source
-from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import SelectiveSettings, settings_of
 from deepspeed_ext.zenflow.rules.selective import SelectivePlan, SelectiveSchedule
 from deepspeed_ext.zenflow.start import ZenFlowRun, ZenFlowStart, start_optimizer
 from tests.support.models import batches, on_device, two_groups
@@ -228,7 +228,9 @@ def make(
         select_interval=select_interval,
         full_warm_up_rounds=warm_up,
     )
-    return SelectiveSchedule(SelectiveSettings.of(config), Source.BACKWARD)
+    settings = settings_of(config)
+    assert isinstance(settings, SelectiveSettings)
+    return SelectiveSchedule(settings, Source.BACKWARD)
 
 
 def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:

@@ -23,6 +23,7 @@ from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
+from deepspeed_ext.zenflow.plan import plan as plan_module
 from deepspeed_ext.zenflow.rules.selective import SelectiveRule
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers import stream as stream_module
@@ -278,7 +279,7 @@ def y_then_gradient(numel: int, first: str) -> tuple[list[int], bool, bool]:
     its slot, read it before the next gradient takes its place."""
     with (
         patch.object(stream_module, "ACCELERATOR_CHUNK_NUMEL", 32),
-        patch.object(stream_module, "chunk_numel", lambda *_: 64),
+        patch.object(plan_module, "chunk_numel", lambda *_: 64),
     ):
         stream, arena, (weights,) = stream_of(plan_of([numel], "inside"))
         slot = arena.tensor("g")
