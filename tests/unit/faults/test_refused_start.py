@@ -60,10 +60,11 @@ def used_address_space() -> int:
     return psutil.Process().memory_info().vms
 
 
-def next_descriptor() -> int:
-    descriptor = os.dup(0)
-    os.close(descriptor)
-    return descriptor
+def limit_that_leaves(free: int = 0) -> int:
+    """The limit with so many descriptors free below it. Other tests of the process leave gaps."""
+    opened = {int(name) for name in os.listdir("/proc/self/fd")} - {(listing := os.dup(0))}
+    os.close(listing)  # the lowest number that is free: the listing had it
+    return [n for n in range(len(opened) + free + 1) if n not in opened][free]
 
 
 def refuse_processes(*args: Any, **kwargs: Any) -> None:
@@ -84,11 +85,11 @@ REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
         "File too large",
     ),
     "descriptors, arena": (
-        lambda: while_it(Arena, "create", resource.RLIMIT_NOFILE, next_descriptor),
+        lambda: while_it(Arena, "create", resource.RLIMIT_NOFILE, limit_that_leaves),
         "ulimit -n",
     ),
     "descriptors, process": (
-        lambda: while_it(OptimizerProcess, "_launch", resource.RLIMIT_NOFILE, next_descriptor),
+        lambda: while_it(OptimizerProcess, "_launch", resource.RLIMIT_NOFILE, limit_that_leaves),
         "ulimit -n",
     ),
     "no such program": (
@@ -249,7 +250,7 @@ def test_a_bad_config_of_one_rank_is_refused_by_all(
 def what_happens_with(free: int) -> str:
     """Start a worker and let it work, with so many descriptors free."""
     try:
-        with limited(resource.RLIMIT_NOFILE, next_descriptor() + free), running() as (_, process):
+        with limited(resource.RLIMIT_NOFILE, limit_that_leaves(free)), running() as (_, process):
             process.submit([PASS])
             process.wait()
     except (UnsupportedError, WorkerError) as error:
