@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,7 +71,10 @@ class WithConfigs(build_py):
     (deepspeed_ext/commands/main.py)."""
 
     def run(self) -> None:
-        """Copy the package, then the configs."""
+        """Copy the package, then the configs, to where an earlier build has left nothing: a module
+        that is gone, and was installed again, would hide a new one of its name."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "deepspeed_ext"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
             folder = Path(self.build_lib, "deepspeed_ext", "configs")
