@@ -182,7 +182,7 @@ def figures(
 
 
 def figures_body(
-    way: tuple[Any, ...], shares: list[tuple[float, float]], parts: dict[str, float]
+    way: tuple[Any, ...], shares: list[tuple[float, float]], parts: dict[str, Any]
 ) -> list[dict[str, Any]]:
     from tests.support.simulated_accelerator import simulation, worker_time
 
