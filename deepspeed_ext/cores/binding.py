@@ -7,7 +7,7 @@ read its host, or must not be bound, still takes part in every collective, and l
 unbound.
 
 All engines of a process share its threads. The first binding records the threads' previous state,
-and the end of the last binding restores it. In between, the plan of the latest binding is in force.
+and the end of the last binding restores it. In between, the plan of the latest one is in force.
 
 A process may hold two OpenMP runtimes: the one in torch's wheel, and the system's, which natively
 built operators such as DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it
@@ -47,7 +47,7 @@ from deepspeed_ext.cores.topology import (
 )
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import counted, is_off, logger, one_line, warn_once
+from deepspeed_ext.runtime.log import counted, is_off, logger, warn_once
 from deepspeed_ext.runtime.proc import format_cpulist, host_id, read_cpu_quotas, read_text
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
@@ -166,27 +166,16 @@ def _why_unbound(peers: Sequence[RankReport]) -> str:
 
 def pci_address() -> str | None:
     """Return the PCI address of the current device, such as ``0000:3b:00.0``; None if DeepSpeed
-    trains on the CPU, or torch does not report it.
-
-    A failure is a warning, because a plan needs no address.
-    """
+    trains on the CPU, or torch does not report it."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return None
     try:
         module: Any = torch.get_device_module(accelerator.device_name())
-        properties = module.get_device_properties(accelerator.current_device())
-        parts = [getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")]
+        found = module.get_device_properties(accelerator.current_device())
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     except AttributeError:
         return None
-    except Exception as error:  # drivers raise errors of any kind
-        warn_once(
-            f"core binding: the accelerator's PCI address cannot be read ({one_line(error)}); "
-            "plans do not take its NUMA node into account"
-        )
-        return None
-    domain, bus, device = parts
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
@@ -242,10 +231,12 @@ def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
             continue
 
 
-_plans: list[RankPlan] = []
-"""Of the bindings of this process, the oldest first: its threads follow the last one."""
+_bindings = 0
+"""Number of this process's bindings."""
+_plan: RankPlan | None = None
+"""Of the latest one, which the threads follow."""
 _masks: Mapping[int, frozenset[int]] | None = None
-"""Of its threads, before any binding."""
+"""Of the threads, before any binding."""
 _undo: Callable[[], None] | None = None
 """Restores the thread counts from before any binding."""
 
@@ -261,25 +252,20 @@ def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
     Raises:
         OSError: the kernel refused, or does not report the threads' masks.
     """
-    global _masks
-    # Append first: the garbage collector may call `_release_threads` for another engine at any
+    global _bindings, _masks, _plan, _undo
+    # Count first: the garbage collector may call `_release_threads` for another engine at any
     # point.
-    _plans.append(plan)
+    _bindings += 1
+    _plan = plan
     if _masks is None:
         _masks = own_masks()
         masks.keep_mask(allowed)
     else:
         restore(_masks)
-    _apply(plan)
-
-
-def _apply(plan: RankPlan) -> None:
-    global _undo
-    setting = omp_binding(os.environ)
-    _confine(plan)
+    confine(plan.pytorch)
     undo = set_threads(plan.pytorch_threads)
     _undo = _undo or undo
-    if setting is not None:
+    if (setting := omp_binding(os.environ)) is not None:
         warn_once(
             f"core binding: {setting} makes OpenMP bind threads itself. "
             "They are moved into the plan; unset it"
@@ -288,36 +274,20 @@ def _apply(plan: RankPlan) -> None:
         # bound the main thread to the first of them, and other threads inherit that mask.
         start_pool(plan.pytorch_threads)
         os.sched_setaffinity(os.getpid(), plan.pytorch)
-    _confine(plan)
+    confine(plan.pytorch)
 
 
-def _confine(plan: RankPlan) -> None:
-    confine(plan.pytorch, pin_each_thread="isolated" in plan.flags)
-
-
-def _release_threads(plan: RankPlan) -> None:
-    """End a binding: the previous binding's plan applies again or, after the last one, the original
-    state. Never raises."""
-    global _masks, _undo
-    if plan not in _plans:
-        return
-    _plans.remove(plan)
-    if _masks is None:
+def _release_threads() -> None:
+    """End a binding; the last one restores the threads."""
+    global _bindings, _masks, _plan, _undo
+    _bindings -= 1
+    if _bindings or _masks is None:
         return
     restore(_masks)
-    if _plans:
-        try:
-            _apply(_plans[-1])
-        except Exception as error:
-            logger.warning(
-                "core binding: cannot confine the threads "
-                f"to CPUs {list(_plans[-1].pytorch)} again ({error})"
-            )
-        return
     if _undo is not None:
         _undo()
     masks.keep_mask(None)
-    _masks = _undo = None
+    _masks = _plan = _undo = None
 
 
 DISABLE_VARIABLE = "DSEXT_BIND"
@@ -410,7 +380,7 @@ class CoreBinding:
         return None if plan is None else plan.pytorch_threads + len(plan.optimizer)
 
     def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
-        self._release = weakref.finalize(self, _release_threads, plan)
+        self._release = weakref.finalize(self, _release_threads)
         self._release.atexit = False
         try:
             _follow(plan, allowed)
@@ -432,7 +402,7 @@ class CoreBinding:
         self.is_refreshed = True
         if self.plan is not None:
             try:
-                _confine(_plans[-1] if _plans else self.plan)
+                confine((_plan or self.plan).pytorch)
             except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
@@ -466,7 +436,7 @@ class CoreBinding:
         """
         if self.plan is None:
             return ""
-        stray = {"this process": outside((_plans[-1] if _plans else self.plan).pytorch)}
+        stray = {"this process": outside((_plan or self.plan).pytorch)}
         if worker_pid is not None:
             stray["the optimizer process"] = outside(self.plan.optimizer, worker_pid)
         return "; ".join(
@@ -477,8 +447,8 @@ class CoreBinding:
         )
 
     def restore(self) -> None:
-        """Restore the masks and thread counts from before `start`. If another binding of this
-        process is still active, apply its plan instead. Idempotent."""
+        """End this binding. The last one of this process restores masks and thread counts.
+        Idempotent."""
         if self._release is not None:
             self._release()  # does nothing the second time
         self.plan = None

@@ -19,10 +19,16 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 
-from deepspeed_ext.cores.topology import Core, Topology, find_allowed, read_topology
+from deepspeed_ext.cores.topology import (
+    Core,
+    Topology,
+    find_allowed,
+    read_topology,
+    stated_cpus,
+)
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist, parse_cpulist, read_cpu_quotas
+from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist, read_cpu_quotas
 
 __all__ = [
     "HostPlan",
@@ -88,8 +94,8 @@ class RankPlan:
     flags: tuple[str, ...] = ()
     """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware
     threads of one core. ``split``: the optimizer's cores are on several nodes, so each of its
-    threads is pinned to one of them. ``throttle_risk``: the CPU quota is below two cores per rank.
-    ``isolated``: the kernel balances no load on any of the rank's CPUs."""
+    threads is pinned to one of them. ``throttle_risk``: the CPU quota is below two cores per
+    rank."""
     reason: str = ""
     """Explains the choice, for people."""
 
@@ -138,9 +144,7 @@ def plan_host(
 
 
 def usable_cores(topology: Topology, allowed: frozenset[int]) -> Usable:
-    """Return the cores that a rank may use. Isolated CPUs are left out unless the rank has no
-    others."""
-    allowed = allowed - topology.isolated or allowed
+    """Return the cores that a rank may use."""
     usable = {
         core: tuple(pu for pu in core.pus if pu in allowed)
         for core in sorted(topology.cores, key=lambda core: core.order)
@@ -241,23 +245,23 @@ class _HostPlanner:
         indices, distance = range(len(places)), self.topology.distance
         wanted = Counter(index for index in indices for home in homes if home in places[index])
         seats: Counter[int] = Counter()
+
+        def room(place: int) -> tuple[float, ...]:
+            return len(held[place]) / (seats[place] + 1), wanted[place] - seats[place], -place
+
         for _ in homes:  # to the place that then has most cores per rank
-            seats[
-                max(
-                    indices, key=lambda i: (len(held[i]) / (seats[i] + 1), wanted[i] - seats[i], -i)
-                )
-            ] += 1
+            seats[max(indices, key=room)] += 1
+
+        def far(rank: int, place: int) -> float:
+            home = homes[rank]
+            return math.inf if home is None else min(distance(home, node) for node in places[place])
+
+        pairs = [(rank, place) for rank in range(len(homes)) for place in indices]
         seated: dict[int, int] = {}
-        for rank, home in enumerate(homes):
-            index = next((index for index in indices if home in places[index]), None)
-            if index is not None and seats[index]:
-                seated[rank] = index
-                seats[index] -= 1
-        for rank in [rank for rank in range(len(homes)) if rank not in seated]:
-            home, free = homes[rank], [index for index in indices if seats[index]]
-            far = [0 if home is None else distance(home, places[index][0]) for index in free]
-            seated[rank] = free[far.index(min(far))]
-            seats[seated[rank]] -= 1
+        for rank, place in sorted(pairs, key=lambda pair: far(*pair)):  # the nearest first
+            if rank not in seated and seats[place]:
+                seated[rank] = place
+                seats[place] -= 1
         return [[rank for rank in sorted(seated) if seated[rank] == index] for index in indices]
 
     def _quota_cores(self, rank: RankFacts) -> float | None:
@@ -325,10 +329,7 @@ class _HostPlanner:
 
     def _common_flags(self, rank: RankFacts) -> list[str]:
         quota = self._quota_cores(rank)
-        flags = ["throttle_risk"] if quota is not None and quota < 2 else []
-        if rank.allowed & self.topology.cpus <= self.topology.isolated:
-            flags.append("isolated")
-        return flags
+        return ["throttle_risk"] if quota is not None and quota < 2 else []
 
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
         core_of = self.topology.core_of
@@ -357,7 +358,6 @@ _FLAG_WARNINGS = {
     "throttle_risk": (
         "has a CPU quota below two cores per rank and may be throttled: raise the quota"
     ),
-    "isolated": "has only isolated CPUs: each thread is pinned to one of them",
 }
 
 DEFAULT_RESERVED_FRACTION = 0.5
@@ -412,7 +412,6 @@ def read_host(
     root: Path | str,
     allowed: Sequence[str] | None = None,
     accelerator_nodes: Sequence[int | None] | None = None,
-    environ: Mapping[str, str] | None = None,
 ) -> tuple[Topology, tuple[RankFacts, ...], tuple[str, ...]]:
     """Read the host below ``root`` for the given local ranks.
 
@@ -420,7 +419,6 @@ def read_host(
         root: directory that holds ``sys`` and ``proc``.
         allowed: CPU list of each local rank. None: every rank may use this process's CPUs.
         accelerator_nodes: NUMA node of each local rank's accelerator. None: unknown.
-        environ: environment variables; by default this process's own.
 
     Returns:
         The arguments of `plan_host`, and warnings.
@@ -429,42 +427,27 @@ def read_host(
         ConfigError: the arguments contradict each other or the host.
         UnsupportedError: ``root`` does not describe a host.
     """
-    if not Path(root).is_dir():
-        raise ConfigError(f"--root {root} is not a directory; give the one that holds sys and proc")
-    topology = read_topology(root)
-    number = len(allowed or accelerator_nodes or [None])
-    nodes = accelerator_nodes or [None] * number
-    if len(nodes) != number:
-        raise ConfigError(
-            f"{number} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
-            "(--gpu-node): give each option once per local rank"
-        )
+    topology, warnings = read_topology(root), tuple[str, ...]()
+    nodes = accelerator_nodes or [None] * len(allowed or [None])
     for node in nodes:
         if node is not None and topology.nodes and node not in topology.nodes:
             raise ConfigError(
                 f"--gpu-node {node}: this host has no such NUMA node (nodes: "
                 f"{format_cpulist(topology.nodes)})"
             )
-    cpus, warnings = (frozenset(), ()) if allowed else find_allowed(topology, root, environ)
-    masks, quotas = [cpus] * number, read_cpu_quotas(root)
     if allowed:
-        masks = [_stated(topology, text) for text in allowed]
-    ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quotas) for rank in range(number))
-    return topology, ranks, warnings
-
-
-def _stated(topology: Topology, text: str) -> frozenset[int]:
-    """The online CPUs of ``--allowed``."""
-    try:
-        cpus = parse_cpulist(text)
-    except ValueError as error:
-        raise ConfigError(f"--allowed {text!r}: {error}") from None
-    if cpus <= topology.cpus:
-        return cpus
-    raise ConfigError(
-        f"--allowed {text!r}: CPUs {format_cpulist(cpus - topology.cpus)} are not online (online: "
-        f"{format_cpulist(topology.cpus)})"
-    )
+        masks = [stated_cpus(topology, text, "--allowed") for text in allowed]
+    else:
+        cpus, warnings = find_allowed(topology, root)
+        masks = [cpus] * len(nodes)
+    if len(masks) != len(nodes):
+        raise ConfigError(
+            f"{len(masks)} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
+            "(--gpu-node): give each option once per local rank"
+        )
+    quotas, ranks = read_cpu_quotas(root), enumerate(zip(masks, nodes, strict=True))
+    facts = (RankFacts(rank, mask, node, quotas) for rank, (mask, node) in ranks)
+    return topology, tuple(facts), warnings
 
 
 def plan_text(topology: Topology, plan: HostPlan) -> str:

@@ -51,7 +51,7 @@ def outside(cpus: Collection[int], pid: int | None = None) -> dict[int, frozense
     return {tid: mask for tid, mask in found.items() if not mask <= frozenset(cpus)}
 
 
-def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> None:
+def confine(cpus: Collection[int]) -> None:
     """Confine every thread of this process to ``cpus``.
 
     A thread that is already bound to some of ``cpus`` keeps its mask. NCCL's threads, whose masks
@@ -59,8 +59,6 @@ def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> None:
 
     Args:
         cpus: CPU numbers, at least one.
-        pin_each_thread: pin each thread to a single CPU, in turn; for isolated CPUs, where the
-            kernel balances no load.
 
     Raises:
         OSError: the kernel refused or does not report the threads' masks, or a thread is still
@@ -71,13 +69,11 @@ def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> None:
     saved = own_masks()
     if not saved:
         raise OSError("cannot read the masks of this process's threads in /proc/self/task")
-    ordered = sorted(target)
     try:
         for _ in range(MAX_PASSES):
             changed = False
-            for position, (tid, old) in enumerate(own_masks().items()):
-                one = frozenset({ordered[position % len(ordered)]})
-                new = one if pin_each_thread else old & target or target
+            for tid, old in own_masks().items():
+                new = old & target or target
                 changed |= new != old and _set_mask(tid, new)
             if not changed:
                 break
@@ -127,13 +123,13 @@ class WorkerPlacement:
 
     cpus: frozenset[int]
     pin_each_thread: bool = False
-    """Whether each thread is pinned to its own CPU: on isolated CPUs, and if the CPUs span several
-    memory nodes, so that a thread stays near the pages that it touched first."""
+    """Whether each thread is pinned to its own CPU: if the CPUs span several memory nodes, so that
+    a thread stays near the pages that it touched first."""
 
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
         """Return the placement of a rank's optimizer process."""
-        return cls(frozenset(plan.optimizer), bool({"isolated", "split"} & set(plan.flags)))
+        return cls(frozenset(plan.optimizer), "split" in plan.flags)
 
     @property
     def threads(self) -> int:

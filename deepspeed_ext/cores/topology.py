@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deepspeed_ext import cores as masks
 from deepspeed_ext.errors import ConfigError, UnsupportedError
+from deepspeed_ext.runtime.log import quoted
 from deepspeed_ext.runtime.proc import (
     format_cpulist,
     numbered,
@@ -36,11 +37,9 @@ __all__ = [
     "read_accelerator_node",
     "read_online",
     "read_topology",
+    "stated_cpus",
     "thread_masks",
 ]
-
-SAME_SPEED_FRACTION = 0.9
-"""Cores whose capacity is at least this fraction of the fastest one's count as equal."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class Core:
 
 @dataclass(frozen=True)
 class Topology:
-    """All online cores of one host, and the distances between its NUMA nodes."""
+    """The online cores of one host, without isolated CPUs, and the distances between its NUMA
+    nodes."""
 
     cores: tuple[Core, ...]
     nodes: tuple[int, ...] = (0,)
@@ -70,8 +70,6 @@ class Topology:
     lists none."""
     distances: tuple[tuple[int, ...], ...] = ()
     """Row and column i belong to ``nodes[i]``; empty if unknown."""
-    isolated: frozenset[int] = frozenset()
-    """CPUs without the scheduler's load balancing (isolcpus); used only if there are no others."""
     is_hybrid: bool = False
     """Whether some cores are slower than others."""
 
@@ -96,24 +94,20 @@ class Topology:
 
     def digest(self) -> str:
         """Return a hash that is equal for two ranks that see the same host."""
-        facts = asdict(self) | {"isolated": sorted(self.isolated)}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
 def read_online(root: Path | str = "/") -> frozenset[int]:
-    """Read the online CPUs below ``root``; empty if the tree does not list them.
+    """Read the online CPUs below ``root`` for which the kernel balances load: isolated ones
+    (isolcpus) are left to whoever isolated them. Empty if the tree does not list them.
 
     Also empty if the kernel lets this process run on CPUs that are not listed: lxcfs, in some
     containers, invents CPU numbers.
     """
     base = Path(root, "sys/devices/system/cpu")
-    online = read_cpus(base / "online")
-    if not online:
-        online = frozenset(
-            cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0
-        )
+    online = read_cpus(base / "online") or frozenset()
     is_made_up = Path(root) == Path("/") and not masks.present_mask() <= online
-    return frozenset() if is_made_up else online
+    return frozenset() if is_made_up else online - (read_cpus(base / "isolated") or frozenset())
 
 
 def read_topology(root: Path | str = "/") -> Topology:
@@ -150,8 +144,8 @@ def read_topology(root: Path | str = "/") -> Topology:
         tuple(sorted(cores, key=lambda core: core.order)),
         nodes,
         distances,
-        (read_cpus(base / "isolated") or frozenset()) & online,
-        _is_hybrid(root, online),
+        # some cores have a PMU of their own
+        bool(online - (read_cpus(root / "sys/devices/cpu_core/cpus") or online)),
     )
 
 
@@ -166,21 +160,8 @@ def _read_nodes(
     node_of = {
         cpu: node for node, path in paths.items() for cpu in read_cpus(path / "cpulist") or ()
     }
-    texts = [(read_text(path / "distance") or "").split() for path in paths.values()]
-    is_whole = all(len(row) == len(paths) and all(map(str.isdecimal, row)) for row in texts)
-    rows = tuple(tuple(map(int, row)) for row in texts) if is_whole else ()
-    return tuple(paths), rows, node_of
-
-
-def _is_hybrid(root: Path, online: frozenset[int]) -> bool:
-    """Whether cores differ in speed, by the PMU of each kind of core, or else by capacities."""
-    devices = root / "sys/devices"
-    if fast := (read_cpus(devices / "cpu_core/cpus") or frozenset()) & online:
-        return fast != online
-    speeds = [
-        read_int(path / "cpu_capacity") or 0 for _, path in numbered(devices / "system/cpu", "cpu")
-    ]
-    return 0 < min(speeds, default=0) < SAME_SPEED_FRACTION * max(speeds, default=0)
+    rows = [(read_text(path / "distance") or "").split() for path in paths.values()]
+    return tuple(paths), tuple(tuple(map(int, row)) for row in rows), node_of
 
 
 def read_accelerator_node(
@@ -207,7 +188,7 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
 
 
 def find_allowed(
-    topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None
+    topology: Topology, root: Path | str = "/"
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root``
     describes.
@@ -217,41 +198,51 @@ def find_allowed(
     masks; the calling thread's mask; every online CPU.
 
     Returns:
-        Online CPUs, at least one, and warnings for the user.
+        CPUs of the topology, at least one, and warnings for the user.
 
     Raises:
-        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is online.
-        UnsupportedError: none of the CPUs found elsewhere is online, so the host does not describe
-            itself correctly.
+        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is in the topology.
+        UnsupportedError: none of the CPUs found elsewhere is: the host does not describe itself
+            correctly, or they are isolated.
     """
-    environ = os.environ if environ is None else environ
     root, live = Path(root), Path(root) == Path("/")
-    warnings: tuple[str, ...] = ()
-    if stated := environ.get(ALLOWED_VARIABLE):
-        source = ALLOWED_VARIABLE
-        try:
-            cpus = parse_cpulist(stated)
-        except ValueError as error:
-            raise ConfigError(
-                f"the environment variable {ALLOWED_VARIABLE}={stated}: {error}"
-            ) from None
-    else:
-        source = "mask of the process"
-        initial, present = (masks.initial_mask(), masks.present_mask()) if live else (None, None)
-        union = frozenset().union(*thread_masks(root / "proc/self").values())
-        cpus = initial or union or present or topology.cpus
-        setting, on = omp_binding(environ), {topology.core_of.get(cpu) for cpu in cpus}
-        if initial is None and setting and len(on) == 1 < len(topology.cores):
-            warnings = (
-                f"{setting} may have narrowed the allowed CPUs to {format_cpulist(cpus)}; unset "
-                f"it, import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}",
-            )
+    if stated := os.environ.get(ALLOWED_VARIABLE):
+        return stated_cpus(topology, stated, ALLOWED_VARIABLE), ()
+    initial, present = (masks.initial_mask(), masks.present_mask()) if live else (None, None)
+    union = frozenset().union(*thread_masks(root / "proc/self").values())
+    cpus = initial or union or present or topology.cpus
     if not cpus & topology.cpus:
-        raise (ConfigError if stated else UnsupportedError)(
-            f"none of the allowed CPUs {format_cpulist(cpus)} ({source}) is online "
-            f"(online: {format_cpulist(topology.cpus)})"
+        raise UnsupportedError(_outside(topology, f"the mask {format_cpulist(cpus)}"))
+    setting, on = omp_binding(os.environ), {topology.core_of.get(cpu) for cpu in cpus}
+    if initial is None and setting and len(on) == 1 < len(topology.cores):
+        return cpus & topology.cpus, (
+            f"{setting} may have narrowed the allowed CPUs to {format_cpulist(cpus)}; unset it, "
+            f"import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}",
         )
-    return cpus & topology.cpus, warnings
+    return cpus & topology.cpus, ()
+
+
+def stated_cpus(topology: Topology, text: str, source: str) -> frozenset[int]:
+    """The CPUs of the topology that a user's list has, at least one.
+
+    Args:
+        source: what holds the list, for messages.
+
+    Raises:
+        ConfigError: the list is malformed, or none of its CPUs is in the topology.
+    """
+    try:
+        cpus = parse_cpulist(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}={quoted(text)}: {error}") from None
+    if not cpus & topology.cpus:
+        raise ConfigError(_outside(topology, f"{source}={quoted(text)}"))
+    return cpus & topology.cpus
+
+
+def _outside(topology: Topology, what: str) -> str:
+    online = format_cpulist(topology.cpus)
+    return f"{what}: none of these CPUs is online and not isolated (there are {online})"
 
 
 def thread_masks(process: Path) -> dict[int, frozenset[int]]:

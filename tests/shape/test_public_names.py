@@ -23,7 +23,6 @@ MODULES = {
     "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName "
     "ZenFlowConfig ZeroFields given_of_the_other_rule",
     "deepspeed_ext.integrations.safetensors": "save",
-    "deepspeed_ext.integrations.shared_memory": "hand_over receive",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
     "deepspeed_ext.adapter.shared_buffers": "left_over not_made",
 }

@@ -8,8 +8,6 @@ from pathlib import Path
 from deepspeed_ext.cores.topology import Core
 from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 
-CAPACITY = (1024, 700)
-
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +22,6 @@ def write_host(
     nodes: Sequence[int] | None = None,
     distances: Mapping[tuple[int, int], int] | None = None,
     efficient: str = "",
-    kinds: str = "pmu",
     quota: str | None = None,
     mask: str | None = None,
     isolated: str = "",
@@ -38,7 +35,6 @@ def write_host(
         nodes: every node, those without cores included; by default the nodes of the cores.
         distances: between two nodes, 20 where not given.
         efficient: CPU list of slower cores.
-        kinds: how slower cores show: ``pmu`` or ``capacity``.
         quota: ``"<quota> <period>"`` of the process's control group.
         mask: CPU list that the process is allowed; by default all.
         isolated: CPU list of isolated CPUs.
@@ -51,7 +47,9 @@ def write_host(
         _write_core(base, core, old)
     _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {})
     if efficient:
-        _write_kinds(root, frozenset(online), efficient, kinds)
+        fast = format_cpulist(frozenset(online) - parse_cpulist(efficient))
+        for name, cpus in {"cpu_core": fast, "cpu_atom": efficient}.items():
+            write(root / f"sys/devices/{name}/cpus", cpus)
     _write_process(root, online, old, quota, mask)
     return root
 
@@ -80,19 +78,6 @@ def _write_nodes(
         write(base / f"node{node}/cpulist", format_cpulist(cpus))
         row = [10 if other == node else distances.get((node, other), 20) for other in ids]
         write(base / f"node{node}/distance", " ".join(map(str, row)))
-
-
-def _write_kinds(root: Path, online: frozenset[int], efficient: str, kinds: str) -> None:
-    slow = parse_cpulist(efficient)
-    if kinds == "capacity":
-        for cpu in online:
-            capacity = CAPACITY[cpu in slow] - cpu % 2  # a little different, as turbo bins are
-            write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", str(capacity))
-        return
-    fast = format_cpulist(online - slow)
-    lists = {"cpu_core": fast, "cpu_atom": efficient}
-    for name, cpus in lists.items():
-        write(root / f"sys/devices/{name}/cpus", cpus)
 
 
 def _write_process(

@@ -89,7 +89,7 @@ def hosts(
     max_cores: int = 6,
     max_nodes: int = 4,
 ) -> Host:
-    """A host with 1 to 6 ranks; ``plain`` leaves out quotas, isolated CPUs and requests."""
+    """A host with 1 to 6 ranks; ``plain`` leaves out quotas and requests."""
     topology = draw(topologies(max_nodes=max_nodes, max_cores=max_cores))
     form = form or draw(st.sampled_from(["same", "disjoint", "random"]))
     rng = random.Random(draw(st.integers(0, 10**6)))
@@ -100,8 +100,6 @@ def hosts(
     quotas = () if quota is None else (CpuQuota("all", quota),)
     request = PlanRequest()
     if not plain:
-        isolated = frozenset(rng.sample(sorted(topology.cpus), rng.choice([0, 0, 1])))
-        topology = replace(topology, isolated=isolated)
         reserved = draw(st.sampled_from([None, None, 0.3, 0.5, 0.9, 1, 2, 5]))
         request = PlanRequest(reserved, draw(st.sampled_from([None, None, 1, 3])))
     ranks = tuple(RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(masks))

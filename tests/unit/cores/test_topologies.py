@@ -46,27 +46,18 @@ def test_planner_gives_the_known_plan(case: Case) -> None:
         assert tuple(rank.pytorch_threads for rank in plan.ranks) == case.threads
 
 
-HYBRID_CASES = [case for case in CASES if case.name.startswith("T12")]
-SPELLINGS = [
-    *((case, spelling) for case in CASES for spelling in ("new", "old")),
-    *((case, "capacity") for case in HYBRID_CASES),
-]
-
-
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value)
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("old", [False, True])
 def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
-    case: Case, spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, old: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_host(
         tmp_path,
         case.cores,
-        old=spelling == "old",
+        old=old,
         nodes=case.nodes,
         efficient=case.efficient,
-        kinds="capacity" if spelling == "capacity" else "pmu",
         quota=case.quota,
     )
     topology = read_topology(tmp_path)

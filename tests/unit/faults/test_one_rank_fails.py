@@ -187,12 +187,8 @@ HARMLESS = {
     ),
     "called once after a step, so not in every save": ("zenflow/rules/guard.py:Sample.predicted",),
     "a file of the kernel that cannot be read counts as absent": ("runtime/proc.py:read_text",),
-    "plans do without the accelerator's NUMA node": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
-        *(
-            f"cores/binding.py:{name}"
-            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine")
-        ),
+        *(f"cores/binding.py:{name}" for name in ("CoreBinding._give_up", "_follow")),
         *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
         "cores/binding.py:start_pool",
         *(
