@@ -145,7 +145,7 @@ class Engine(EngineConstruction):
         host = None if self._parts is None else self._parts.host
         with nullcontext() if host is None else host.link.deferring_errors():
             if self.core_binding is not None and not self.core_binding.is_refreshed:
-                self.core_binding.refresh(None if host is None else host.link.process.pid)
+                self.core_binding.refresh()
             if host is not None and self.global_rank == 0:
                 self._report(host.measurements())
 

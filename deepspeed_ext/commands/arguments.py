@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
 
 from deepspeed_ext import __version__
@@ -19,52 +21,48 @@ MAX_JOB_RANKS, MAX_TOKENS, MAX_PARAMS = 1 << 20, 1 << 40, 10**15
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
-def whole(minimum: int, maximum: int) -> Callable[[str], int]:
-    """Return an argument type: a whole number from `minimum` to `maximum`."""
+def bounded(
+    kind: type[int] | type[float], least: float, most: float, expected: str
+) -> Callable[[str], Any]:
+    """Return an argument type: a number within bounds."""
 
-    def parse(text: str) -> int:
-        if re.fullmatch("[0-9]{1,18}", text) is None or not minimum <= int(text) <= maximum:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {minimum} to {maximum}, got {quoted(text)}"
-            )
-        return int(text)
+    def parse(text: str) -> int | float:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
 
     return parse
 
 
-def numel(text: str) -> int:
-    """A number of parameters such as ``7e9``, ``7B``, ``1.5b``, ``124M`` or ``7000000000``."""
-    found = re.fullmatch(
-        r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII
-    )
-    if found is not None:
-        digits, part = found[1], found[2] or ""
-        factor = 10 ** int(found[3] or 0) * _FACTORS[found[4].upper()]
-        value, rest = divmod(int(digits + part) * factor, 10 ** len(part))
-        if rest == 0 and 1 <= value <= MAX_PARAMS:
-            return value
-    raise argparse.ArgumentTypeError(
-        "expected a number of parameters from 1 to 1e15, "
-        f"such as 7e9, 7B or 124M, got {quoted(text)}"
-    )
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number from `least` to `most`."""
+    return bounded(int, least, most, f"a whole number from {least} to {most}")
 
 
-def positive(text: str, expected: str = "a number above 0, such as 55 or 25.6") -> float:
-    """A number above 0 and below 1e9, in its argument's unit. Of memory: vendors write GB and mean
-    GiB."""
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
+positive = bounded(float, 1e-6, 1e9, "a number above 0, such as 55 or 25.6")
+"""In its argument's unit. Of memory: vendors write GB and mean GiB."""
+_fraction = bounded(
+    float, 1e-6, 1 - 1e-6, "a count of cores (1, 2, ...) or a fraction between 0 and 1"
+)
 
 
 def reserved_cores(text: str) -> int | float:
     """A number of cores, or a fraction of them below 1."""
-    if text.isdecimal():
-        return whole(1, MAX_CORES)(text)
-    expected = "a count of cores (1, 2, ...) or a fraction between 0 and 1"
-    if (value := positive(text, expected)) < 1:
-        return value
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
+    return whole(1, MAX_CORES)(text) if text.isdecimal() else _fraction(text)
+
+
+def numel(text: str) -> int:
+    """A number of parameters such as ``7e9``, ``7B``, ``1.5b``, ``124M`` or ``7000000000``."""
+    if found := re.fullmatch("([0-9.e+]{1,40})([KMBGT]?)", text, re.ASCII | re.IGNORECASE):
+        with suppress(ArithmeticError):
+            value = Decimal(found[1]) * _FACTORS[found[2].upper()]
+            if 1 <= value <= MAX_PARAMS and value == int(value):
+                return int(value)
+    raise argparse.ArgumentTypeError(
+        "expected a number of parameters from 1 to 1e15, "
+        f"such as 7e9, 7B or 124M, got {quoted(text)}"
+    )
 
 
 def node(text: str) -> int | None:
@@ -76,7 +74,6 @@ Options = Mapping[str, tuple[Any, str]]
 """By the names of an option and of its value, the value's type, or its choices, or what argparse is
 told; and the help."""
 _FLAG: dict[str, Any] = {"action": "store_const", "const": True}
-_ON: dict[str, Any] = {"action": "store_true"}
 _PLACE = {"type": str, "action": "append"}
 _COUNT, _TOKENS = whole(1, MAX_RANKS), whole(1, MAX_TOKENS)
 _CARDS = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100", "h100", "h200")
@@ -141,7 +138,7 @@ COMMANDS = {
     "doctor": Command(
         "check whether this machine can run each part, and what is missing",
         "deepspeed-ext doctor",
-        {"--json": (_ON, "print JSON")},
+        {"--json": (_FLAG, "print JSON")},
     ),
     "config": Command(
         "list the ready configs, or print one of them",
@@ -154,8 +151,8 @@ COMMANDS = {
         "--gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
         {
             **CORES,
-            "--json": (_ON, "print JSON"),
-            "--memory": (_ON, "plan memory instead of cores"),
+            "--json": (_FLAG, "print JSON"),
+            "--memory": (_FLAG, "plan memory instead of cores"),
             **{name: (how, f"with --memory: {words}") for name, (how, words) in MEMORY.items()},
         },
     ),
@@ -170,7 +167,7 @@ COMMANDS = {
                 {"type": whole(1, 24 * 3600), "default": 600},
                 "seconds for all of it [600]",
             ),
-            "--json": (_ON, "print JSON"),
+            "--json": (_FLAG, "print JSON"),
         },
     ),
     "run": Command(

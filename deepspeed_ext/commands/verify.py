@@ -7,7 +7,6 @@ optimizer process with its rank.
 """
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -23,9 +22,10 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted, logger
 from deepspeed_ext.runtime.process import python_command
 
-__all__ = ["CHECKS", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
+__all__ = ["CHECKS", "PLAN", "REFUSED", "Report", "checked_config", "run_from_cli", "verify"]
 
-CHECKS = ("training", "resume", "worker's death")
+CHECKS, REFUSED = ("training", "resume", "worker's death"), "config"
+"""Names of verdicts; the last one is there only if DeepSpeed or this package refuses the config."""
 PLAN = "plan.json"
 """File with the config of the check and its number of steps, in the folder of the check."""
 GRACE_SECONDS = 60.0
@@ -95,33 +95,24 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
 
 
 def checked_config(
-    user: Mapping[str, Any], folder: str, steps: int | None
+    user: Mapping[str, Any], steps: int | None
 ) -> tuple[dict[str, Any], int, list[str]]:
     """The config of a check, its number of steps, and the differences from the user's config.
 
     Args:
-        folder: where DeepSpeed may write.
         steps: the user's choice; None: as many as the config needs.
     """
     changes: list[str] = []
     config = _filled(user, "", changes) | {"steps_per_print": 10**9}
-    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    total = count_in(user, "train_batch_size")
-    step = math.prod(count_in(user, name) or 1 for name in sizes)
-    if (total or step) % step:
-        names = " x ".join(sizes)
-        raise ConfigError(f"train_batch_size {total} is not a multiple of {names} = {step}")
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
         needs = "train_batch_size or train_micro_batch_size_per_gpu"
         raise ConfigError(f"set {needs}: DeepSpeed needs one")
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     for name, default in sizes.items():
         config[name] = min(count_in(user, name) or default, MOST_BATCH)
         if config[name] != user.get(name):
             changes.append(f"{name}: {config[name]}")
-    zero, interval = section_of(config, "zero_optimization"), 1
-    for name in ("offload_param", "offload_optimizer"):
-        if "nvme_path" in section_of(zero, name):
-            zero[name]["nvme_path"] = folder
+    zero, needed = section_of(config, "zero_optimization"), STEPS
     if not section_of(config, "optimizer"):
         # torch's, as the Trainer passes it; under offload Accelerate makes it DeepSpeed's CPU Adam
         is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
@@ -135,8 +126,8 @@ def checked_config(
         if isinstance(warm_up, int) and warm_up > WARM_UP:
             zenflow["full_warm_up_rounds"] = WARM_UP
             changes.append(f"zenflow.full_warm_up_rounds: {WARM_UP}")
-        interval = zenflow.get("update_interval", 1)
-    needed = STEPS + 4 * (interval - 1 if isinstance(interval, int) else 8)
+        if isinstance(interval := zenflow.get("update_interval"), int):
+            needed += 4 * (interval - 1)
     return config, steps or needed, changes
 
 
@@ -183,12 +174,13 @@ def verify(
     """
     with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
         folder, processes = Path(name), list[Any]()
-        config, steps, changes = checked_config(user, name, steps)
+        config, steps, changes = checked_config(user, steps)
         (folder / PLAN).write_text(json.dumps([config, steps]))
         try:
             for rank in range(ranks):
                 with (folder / f"{rank}.log").open("wb") as log:
                     processes.append(start(folder, _environment(rank, ranks), log))
+            logger.info(f"verify: {counted(ranks, 'rank')}, {counted(steps, 'step')}")
             why = _wait(folder, processes, limit_seconds)
             statuses = [process.poll() for process in processes]
         finally:
@@ -213,20 +205,18 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     return given | {"DSEXT_LOG_LEVEL": "INFO"}
 
 
-def _results(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank has written so far: its verdicts, and whether it refused the config."""
+def _verdicts(folder: Path, rank: int) -> dict[str, tuple[str, str]]:
+    """What a rank has written so far, by the name of the check."""
     path = folder / f"{rank}.json"
-    return json.loads(path.read_text()) if path.exists() else {"checks": {}, "refused": False}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _wait(folder: Path, processes: list[Any], limit_seconds: float) -> str:
     """Wait until all ranks have ended; return why they have not."""
-    deadline, why, told = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s", -1
+    deadline, why = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s"
     while None in (statuses := [process.poll() for process in processes]):
-        if told < (done := len(_results(folder, 0)["checks"])) < len(CHECKS):
-            logger.info(f"verify: {CHECKS[done]}")
-            told = done
-        grace, is_last = time.monotonic() + GRACE_SECONDS, done >= len(CHECKS) - 1
+        grace = time.monotonic() + GRACE_SECONDS
+        is_last = len(_verdicts(folder, 0)) >= len(CHECKS) - 1
         if (any(statuses) or is_last) and grace < deadline:
             what = "one of them failed" if any(statuses) else "an optimizer process was killed"
             deadline, why = grace, f"in {GRACE_SECONDS:.0f} s after {what}"
@@ -245,22 +235,19 @@ def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tup
     Raises:
         ConfigError: a rank refused the config.
     """
-    results = [_results(folder, rank) for rank in range(len(statuses))]
+    results = [_verdicts(folder, rank) for rank in range(len(statuses))]
+    if refused := [result[REFUSED][1] for result in results if REFUSED in result]:
+        raise ConfigError(f"this config cannot train: {refused[0]}")
+    ended = "FAIL", why or f"the ranks ended with the statuses {statuses}"
     checks: dict[str, tuple[str, str]] = {}
-    ended = why or f"the ranks ended with the statuses {statuses}"
     for name in CHECKS:
-        verdicts = [result["checks"].get(name, ["", ""]) for result in results]
-        status, detail = next((each for each in verdicts if each[0] == "FAIL"), min(verdicts))
-        if any(result["refused"] for result in results):
-            raise ConfigError(f"this config cannot train: {detail}")
-        if not status:  # a rank did not come so far
-            has_failed = any(earlier == "FAIL" for earlier, _ in checks.values())
-            status, detail = (
-                ("SKIPPED", "the run stopped before") if has_failed else ("FAIL", ended)
-            )
-        checks[name] = status, detail
+        verdicts = [result.get(name, ended) for result in results]
+        is_over = any(status == "FAIL" for status, _ in checks.values())
+        if is_over and not all(name in result for result in results):
+            verdicts = [("SKIPPED", "the run stopped before")]
+        checks[name] = next((each for each in verdicts if each[0] == "FAIL"), min(verdicts))
     # after an optimizer process's death, any status may occur
     badly = why or (any(statuses) and checks[CHECKS[-1]][0] == "SKIPPED")
     if badly and all(status != "FAIL" for status, _ in checks.values()):
-        checks["end"] = "FAIL", ended
+        checks["end"] = ended
     return checks

@@ -37,7 +37,7 @@ from deepspeed_ext.cores.plan import (
     plan_host,
     plan_text,
 )
-from deepspeed_ext.cores.threads import WorkerPlacement, confine, outside, own_masks, restore
+from deepspeed_ext.cores.threads import WorkerPlacement, confine, own_masks, restore
 from deepspeed_ext.cores.topology import (
     Topology,
     find_allowed,
@@ -47,8 +47,8 @@ from deepspeed_ext.cores.topology import (
 )
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import counted, is_off, logger, warn_once
-from deepspeed_ext.runtime.proc import format_cpulist, host_id, read_cpu_quotas, read_text
+from deepspeed_ext.runtime.log import is_off, logger, warn_once
+from deepspeed_ext.runtime.proc import host_id, read_cpu_quotas, read_text
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
 __all__ = ["Agreement", "CoreBinding", "RankReport", "agree", "pci_address", "report_rank"]
@@ -396,55 +396,28 @@ class CoreBinding:
             f"training continues unbound"
         )
 
-    def refresh(self, worker_pid: int | None = None) -> str:
-        """Confine threads that started outside the plan since `start`; then warn about, and return,
-        what `verify` finds."""
+    def refresh(self) -> None:
+        """Confine threads that have started outside the plan since `start`, and warn if workers of
+        data loaders share too few cores with PyTorch."""
         self.is_refreshed = True
-        if self.plan is not None:
-            try:
-                confine((_plan or self.plan).pytorch)
-            except Exception as error:  # as in `_bind_threads`
-                self._give_up(error)
-        found = self.verify(worker_pid)
-        for text in (found, self._loader_advice()):
-            if text:
-                warn_once(f"core binding: {text}")
-        return found
-
-    def _loader_advice(self) -> str:
-        """Advice if data loader workers share too few cores with PyTorch; else "".
-
-        The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
-        that this process started through multiprocessing.
-        """
+        if self.plan is None:
+            return
+        try:
+            confine((_plan or self.plan).pytorch)
+        except Exception as error:  # as in `_bind_threads`
+            self._give_up(error)
+            return
+        # The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
+        # that this process started through multiprocessing.
         plan, request = self.plan, self.agreement.request
         is_given = request.pt_reserved_cores is not None or request.optimizer_cores is not None
         loaders = sum(child.daemon for child in multiprocessing.active_children())
-        if plan is None or not plan.optimizer or is_given or plan.pytorch_threads > loaders:
-            return ""
-        return (
-            f"{loaders} data loader processes share {plan.pytorch_threads} cores with PyTorch. If "
-            "the accelerator waits for data, set zenflow.pt_reserved_cores to "
-            f"{loaders + plan.pytorch_threads}"
-        )
-
-    def verify(self, worker_pid: int | None = None) -> str:
-        """Say which threads may run outside the plan; "" if all is well.
-
-        Args:
-            worker_pid: process id of the optimizer process; None if there is none.
-        """
-        if self.plan is None:
-            return ""
-        stray = {"this process": outside((_plan or self.plan).pytorch)}
-        if worker_pid is not None:
-            stray["the optimizer process"] = outside(self.plan.optimizer, worker_pid)
-        return "; ".join(
-            f"{counted(len(found), 'thread')} of {name} may run outside the plan, on CPUs "
-            f"{format_cpulist(frozenset().union(*found.values()))}"
-            for name, found in stray.items()
-            if found
-        )
+        if plan.optimizer and not is_given and plan.pytorch_threads <= loaders:
+            warn_once(
+                f"core binding: {loaders} data loader processes share {plan.pytorch_threads} cores "
+                "with PyTorch. If the accelerator waits for data, set zenflow.pt_reserved_cores to "
+                f"{loaders + plan.pytorch_threads}"
+            )
 
     def restore(self) -> None:
         """End this binding. The last one of this process restores masks and thread counts.

@@ -44,11 +44,9 @@ def own_masks() -> dict[int, frozenset[int]]:
     return thread_masks(Path("/proc/self"))
 
 
-def outside(cpus: Collection[int], pid: int | None = None) -> dict[int, frozenset[int]]:
-    """Return the threads of a process (by default this one) that may run on CPUs outside
-    ``cpus``."""
-    found = thread_masks(Path(f"/proc/{pid or 'self'}"))
-    return {tid: mask for tid, mask in found.items() if not mask <= frozenset(cpus)}
+def outside(cpus: Collection[int]) -> dict[int, frozenset[int]]:
+    """Return the threads of this process that may run on CPUs outside ``cpus``."""
+    return {tid: mask for tid, mask in own_masks().items() if not mask <= frozenset(cpus)}
 
 
 def confine(cpus: Collection[int]) -> None:
