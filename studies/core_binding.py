@@ -58,7 +58,7 @@ WAYS = {
 def bind(way: Way, cpus: list[int], threads: int) -> None:
     """Bind this process in code."""
     from deepspeed_ext.cores.binding import set_threads
-    from deepspeed_ext.cores.threads import confine
+    from deepspeed_ext.cores.host import confine
 
     if way.masks == "main":
         os.sched_setaffinity(os.getpid(), cpus)
@@ -72,7 +72,7 @@ def rank(way: Way, cpus: list[int], threads: int, steps: int, millions: float) -
     """Take the steps, starting when a line arrives; print their median and the stray threads."""
     import torch
 
-    from deepspeed_ext.cores.threads import outside
+    from deepspeed_ext.cores.host import outside
 
     torch.zeros(1 << 22).add_(1)  # starts torch's pool
     if way.early:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
+from deepspeed_ext.cores.host import find_allowed, omp_binding, read_topology
 from deepspeed_ext.cores.plan import usable_cores
-from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime.files import abandoned_locks, operator_folder
 from deepspeed_ext.runtime.launch import plan_launch

@@ -29,6 +29,17 @@ import torch
 
 from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.cores.host import (
+    Topology,
+    WorkerPlacement,
+    confine,
+    find_allowed,
+    omp_binding,
+    own_masks,
+    read_accelerator_node,
+    read_topology,
+    restore,
+)
 from deepspeed_ext.cores.plan import (
     HostPlan,
     PlanRequest,
@@ -36,14 +47,6 @@ from deepspeed_ext.cores.plan import (
     RankPlan,
     plan_host,
     plan_text,
-)
-from deepspeed_ext.cores.threads import WorkerPlacement, confine, own_masks, restore
-from deepspeed_ext.cores.topology import (
-    Topology,
-    find_allowed,
-    omp_binding,
-    read_accelerator_node,
-    read_topology,
 )
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
@@ -369,9 +372,9 @@ class CoreBinding:
     @property
     def worker_placement(self) -> WorkerPlacement | None:
         """Placement of the optimizer process; None if it is unbound."""
-        return (
-            WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
-        )
+        if (plan := self.plan) is None or not plan.optimizer:
+            return None
+        return WorkerPlacement(frozenset(plan.optimizer), "split" in plan.flags)
 
     @property
     def cores(self) -> int | None:

@@ -13,22 +13,23 @@ optimizer gets one hardware thread of each remaining core, because its pass is m
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 
-from deepspeed_ext.cores.topology import (
-    Core,
-    Topology,
-    find_allowed,
-    read_topology,
-    stated_cpus,
-)
-from deepspeed_ext.errors import ConfigError
+from deepspeed_ext import cores as masks
+from deepspeed_ext.cores.host import Core, Topology, find_allowed, read_topology, stated_cpus
+from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist, read_cpu_quotas
+from deepspeed_ext.runtime.proc import (
+    CpuQuota,
+    format_cpulist,
+    read_cpu_quota_cores,
+    read_cpu_quotas,
+)
 
 __all__ = [
     "HostPlan",
@@ -39,6 +40,7 @@ __all__ = [
     "plan_text",
     "read_host",
     "split_cores",
+    "unbound_threads",
     "usable_cores",
     "within_quota",
 ]
@@ -408,6 +410,38 @@ def within_quota(total: int, quota_cores: float | None) -> int:
     return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))
 
 
+def unbound_threads(
+    reserved: int | float | None,
+    local_ranks: int,
+    *,
+    on_cpu: bool = False,
+) -> int:
+    """Return the number of threads for an unbound optimizer process: as many as a plan would give
+    it cores, at least 1.
+
+    Args:
+        reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
+        local_ranks: number of ranks on this host, which share its cores evenly.
+        on_cpu: the CPU is the accelerator.
+    """
+    sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
+    rank_cores = within_quota(
+        max(1, _count_cores() // sharers), None if quota is None else quota / sharers
+    )
+    _, optimizer = split_cores(rank_cores, reserved, on_cpu=on_cpu)
+    return optimizer
+
+
+def _count_cores() -> int:
+    """Count the physical cores that a plan could use; CPUs if the host does not describe its
+    cores."""
+    try:
+        topology = read_topology()
+        return len(usable_cores(topology, find_allowed(topology)[0]))
+    except (ConfigError, UnsupportedError):
+        return len(masks.initial_mask() or masks.present_mask()) or os.cpu_count() or 1
+
+
 def read_host(
     root: Path | str,
     allowed: Sequence[str] | None = None,
@@ -436,16 +470,16 @@ def read_host(
                 f"{format_cpulist(topology.nodes)})"
             )
     if allowed:
-        masks = [stated_cpus(topology, text, "--allowed") for text in allowed]
+        cpus = [stated_cpus(topology, text, "--allowed") for text in allowed]
     else:
-        cpus, warnings = find_allowed(topology, root)
-        masks = [cpus] * len(nodes)
-    if len(masks) != len(nodes):
+        found, warnings = find_allowed(topology, root)
+        cpus = [found] * len(nodes)
+    if len(cpus) != len(nodes):
         raise ConfigError(
-            f"{len(masks)} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
+            f"{len(cpus)} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
             "(--gpu-node): give each option once per local rank"
         )
-    quotas, ranks = read_cpu_quotas(root), enumerate(zip(masks, nodes, strict=True))
+    quotas, ranks = read_cpu_quotas(root), enumerate(zip(cpus, nodes, strict=True))
     facts = (RankFacts(rank, mask, node, quotas) for rank, (mask, node) in ranks)
     return topology, tuple(facts), warnings
 

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
+from deepspeed_ext.cores.host import WorkerPlacement
+from deepspeed_ext.cores.plan import unbound_threads
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory, proc

@@ -81,7 +81,7 @@ def _listen() -> list[str]:
 
 
 def _masks() -> dict[int, list[int]]:
-    from deepspeed_ext.cores.threads import own_masks
+    from deepspeed_ext.cores.host import own_masks
 
     return {tid: sorted(mask) for tid, mask in own_masks().items()}
 
@@ -184,7 +184,7 @@ def different_bindings() -> dict[str, Any]:
 
 def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
-    from deepspeed_ext.cores.threads import confine, outside, own_masks, restore
+    from deepspeed_ext.cores.host import confine, outside, own_masks, restore
 
     running, rounds = True, 0
 
@@ -331,7 +331,7 @@ def stray_thread() -> dict[str, Any]:
 
 def worker_process(cpus: list[int], pins: bool) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
-    from deepspeed_ext.cores.threads import WorkerPlacement
+    from deepspeed_ext.cores.host import WorkerPlacement
 
     complaint = WorkerPlacement(frozenset(cpus), pins).bind_process()
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deepspeed_ext.cores.topology import Core
+from deepspeed_ext.cores.host import Core
 from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 
 

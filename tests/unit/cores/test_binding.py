@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import binding, threads
+from deepspeed_ext.cores import binding
+from deepspeed_ext.cores import host as host_module
 from deepspeed_ext.cores.binding import Agreement, CoreBinding
 from deepspeed_ext.cores.plan import PlanRequest, RankPlan
-from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.scenarios import run_scenario, run_with_torch
 
@@ -206,7 +206,7 @@ def test_an_error_while_binding_leaves_the_run_unbound(
         monkeypatch.setattr(binding, "confine", lambda *_, **__: None)
         monkeypatch.setattr(binding, "set_threads", fail)
     else:
-        monkeypatch.setattr(threads, "thread_masks", lambda process: {})
+        monkeypatch.setattr(host_module, "thread_masks", lambda process: {})
     assert CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0).plan is None
     assert cause in heard[-1]
     assert "continues unbound" in heard[-1]

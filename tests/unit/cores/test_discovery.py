@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import cores as masks
-from deepspeed_ext.cores import topology as topology_module
-from deepspeed_ext.cores.plan import plan_host, read_host
-from deepspeed_ext.cores.topology import (
+from deepspeed_ext.cores import host as host_module
+from deepspeed_ext.cores.host import (
     ALLOWED_VARIABLE,
     Core,
     find_allowed,
@@ -22,6 +21,7 @@ from deepspeed_ext.cores.topology import (
     read_online,
     read_topology,
 )
+from deepspeed_ext.cores.plan import plan_host, read_host
 from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.runtime.proc import (
     format_cpulist,
@@ -188,7 +188,7 @@ def test_on_the_live_host_the_masks_of_its_threads_count(monkeypatch: pytest.Mon
     first = min(topology.cpus)
     monkeypatch.setattr(masks, "_initial", None)
     monkeypatch.setattr(masks, "present_mask", lambda: frozenset(topology.cpus - {first}))
-    monkeypatch.setattr(topology_module, "thread_masks", lambda process: {1: frozenset({first})})
+    monkeypatch.setattr(host_module, "thread_masks", lambda process: {1: frozenset({first})})
     assert find_allowed(topology)[0] == {first}
 
 

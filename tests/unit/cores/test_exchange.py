@@ -16,8 +16,8 @@ from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores import binding
 from deepspeed_ext.cores.binding import Agreement, CoreBinding, RankReport, agree, report_rank
+from deepspeed_ext.cores.host import ALLOWED_VARIABLE, Topology
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts
-from deepspeed_ext.cores.topology import ALLOWED_VARIABLE, Topology
 from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.cores.threads import own_masks
+from deepspeed_ext.cores.host import own_masks
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.models import OddModel, batches, on_device, this_device
 from tests.support.ranks import run_fresh_ranks

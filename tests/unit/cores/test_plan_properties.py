@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.cores.host import Core, Topology
 from deepspeed_ext.cores.plan import (
     HostPlan,
     PlanRequest,
@@ -19,7 +20,6 @@ from deepspeed_ext.cores.plan import (
     plan_text,
     usable_cores,
 )
-from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.proc import CpuQuota
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.commands import main as cli
+from deepspeed_ext.cores.host import Core, Topology, read_topology
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
-from deepspeed_ext.cores.topology import Core, Topology, read_topology
 from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
 from tests.support.sysfs import write_host
 from tests.support.topologies import CASES, Case, allowed

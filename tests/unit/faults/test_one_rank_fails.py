@@ -192,12 +192,12 @@ HARMLESS = {
         *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
         "cores/binding.py:start_pool",
         *(
-            f"cores/threads.py:{name}"
+            f"cores/host.py:{name}"
             for name in ("own_masks", "outside", "confine", "_set_mask", "restore")
         ),
         "cores/__init__.py:keep_mask",
-        "cores/topology.py:omp_binding",
-        "cores/topology.py:thread_masks",
+        "cores/host.py:omp_binding",
+        "cores/host.py:thread_masks",
     ),
 }
 """Where an injected failure need not be an error, by reason."""

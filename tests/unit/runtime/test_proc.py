@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.cores import binding
+from deepspeed_ext.cores.host import read_topology
 from deepspeed_ext.cores.plan import plan_host, read_host
-from deepspeed_ext.cores.topology import read_topology
 from deepspeed_ext.runtime.proc import (
     MAX_CPU_ID,
     numbered,

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.cores.host import Core, Topology, WorkerPlacement
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
-from deepspeed_ext.cores.threads import WorkerPlacement
-from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.zenflow.worker.kernel import Array, NativeKernel
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 from tests.support.kernels import LIBRARY, needs_native
@@ -115,7 +114,8 @@ def test_each_node_has_the_memory_of_its_threads(
     topology = Topology(tuple(table), tuple(range(nodes)))
     facts = RankFacts(0, frozenset(topology.cpus), 0)
     plan = plan_host(topology, [facts], PlanRequest(pt_reserved_cores=1))
-    placement = WorkerPlacement.of(plan.ranks[0])
+    rank = plan.ranks[0]
+    placement = WorkerPlacement(frozenset(rank.optimizer), "split" in rank.flags)
     of_worker = [topology.core_of[cpu] for cpu in sorted(placement.cpus)]
     assert len(set(of_worker)) == len(of_worker), "two threads of the worker share a core"
     on_nodes = {core.node for core in of_worker}
