@@ -153,7 +153,7 @@ def main() -> None:
         cpus = [int(cpu) for cpu in args.cpus.split(",")]
         rank(WAYS[args.way], cpus, int(args.threads), args.steps, args.millions)
         return
-    topology, ranks, _ = read_host("/", None, [None] * args.ranks)
+    topology, ranks, _ = read_host("/", args.ranks)
     plans = plan_host(topology, ranks, PlanRequest(separate=False)).ranks
     words = ["--steps", str(args.steps), "--millions", str(args.millions)]
     taken = dict[str, list[tuple[float, int]]]()

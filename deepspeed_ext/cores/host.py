@@ -47,10 +47,8 @@ __all__ = [
     "outside",
     "own_masks",
     "read_accelerator_node",
-    "read_online",
     "read_topology",
     "restore",
-    "stated_cpus",
     "thread_masks",
 ]
 
@@ -110,24 +108,13 @@ class Topology:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
-def read_online(root: Path | str = "/") -> frozenset[int]:
-    """Read the online CPUs below ``root`` for which the kernel balances load: isolated ones
-    (isolcpus) are left to whoever isolated them. Empty if the tree does not list them.
-
-    Also empty if the kernel lets this process run on CPUs that are not listed: lxcfs, in some
-    containers, invents CPU numbers.
-    """
-    base = Path(root, "sys/devices/system/cpu")
-    online = read_cpus(base / "online") or frozenset()
-    is_made_up = Path(root) == Path("/") and not masks.present_mask() <= online
-    return frozenset() if is_made_up else online - (read_cpus(base / "isolated") or frozenset())
-
-
 def read_topology(root: Path | str = "/") -> Topology:
-    """Read the host described by the ``sys`` tree below ``root``.
+    """Read the host described by the ``sys`` tree below ``root``. Isolated CPUs (isolcpus) are left
+    to whoever isolated them.
 
     Raises:
-        UnsupportedError: the tree describes no CPU (not Linux, or a sandbox without sysfs).
+        UnsupportedError: this is not Linux; or the tree lists no CPU, or not those that the kernel
+            gives this process: lxcfs, in some containers, invents CPU numbers.
     """
     root = Path(root)
     if root == Path("/") and not sys.platform.startswith("linux"):
@@ -136,12 +123,13 @@ def read_topology(root: Path | str = "/") -> Topology:
             f"and this is {sys.platform}. Training continues unbound."
         )
     base = root / "sys/devices/system/cpu"
-    online = read_online(root)
-    if not online:
+    online = read_cpus(base / "online") or frozenset()
+    if not online or (root == Path("/") and not masks.present_mask() <= online):
         raise UnsupportedError(
             f"found no online CPU under {base}, or not those that the kernel gives this process: "
             "mount /sys, and without a container's view of it (lxcfs)"
         )
+    online -= read_cpus(base / "isolated") or frozenset()
     threads: dict[int, list[int]] = {}
     for cpu in sorted(online):
         topology = base / f"cpu{cpu}/topology"
@@ -208,7 +196,7 @@ def find_allowed(
 
     The first of these that exists is used: DSEXT_ALLOWED_CPUS; the mask from before torch was
     imported or, while core binding is in force, the CPUs found before it; the union of all threads'
-    masks; the calling thread's mask; every online CPU.
+    masks; every online CPU.
 
     Returns:
         CPUs of the topology, at least one, and warnings for the user.
@@ -219,43 +207,28 @@ def find_allowed(
             correctly, or they are isolated.
     """
     root, live = Path(root), Path(root) == Path("/")
-    if stated := os.environ.get(ALLOWED_VARIABLE):
-        return stated_cpus(topology, stated, ALLOWED_VARIABLE), ()
-    initial, present = (masks.initial_mask(), masks.present_mask()) if live else (None, None)
-    union = frozenset().union(*thread_masks(root / "proc/self").values())
-    cpus = initial or union or present or topology.cpus
+    initial, stated = masks.initial_mask() if live else None, os.environ.get(ALLOWED_VARIABLE)
+    if stated:
+        kind: type[Exception] = ConfigError
+        what = f"the environment variable {ALLOWED_VARIABLE}={quoted(stated)}"
+        try:
+            cpus = parse_cpulist(stated)
+        except ValueError as error:
+            raise ConfigError(f"{what}: {error}") from None
+    else:
+        of_threads = thread_masks(root / "proc/self").values()
+        cpus = initial or frozenset().union(*of_threads) or topology.cpus
+        kind, what = UnsupportedError, f"the mask {format_cpulist(cpus)}"
     if not cpus & topology.cpus:
-        raise UnsupportedError(_outside(topology, f"the mask {format_cpulist(cpus)}"))
+        online = format_cpulist(topology.cpus)
+        raise kind(f"{what}: none of these CPUs is online and not isolated (there are {online})")
     setting, on = omp_binding(os.environ), {topology.core_of.get(cpu) for cpu in cpus}
-    if initial is None and setting and len(on) == 1 < len(topology.cores):
+    if not stated and initial is None and setting and len(on) == 1 < len(topology.cores):
         return cpus & topology.cpus, (
             f"{setting} may have narrowed the allowed CPUs to {format_cpulist(cpus)}; unset it, "
             f"import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}",
         )
     return cpus & topology.cpus, ()
-
-
-def stated_cpus(topology: Topology, text: str, source: str) -> frozenset[int]:
-    """The CPUs of the topology that a user's list has, at least one.
-
-    Args:
-        source: what holds the list, for messages.
-
-    Raises:
-        ConfigError: the list is malformed, or none of its CPUs is in the topology.
-    """
-    try:
-        cpus = parse_cpulist(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}={quoted(text)}: {error}") from None
-    if not cpus & topology.cpus:
-        raise ConfigError(_outside(topology, f"{source}={quoted(text)}"))
-    return cpus & topology.cpus
-
-
-def _outside(topology: Topology, what: str) -> str:
-    online = format_cpulist(topology.cpus)
-    return f"{what}: none of these CPUs is online and not isolated (there are {online})"
 
 
 def thread_masks(process: Path) -> dict[int, frozenset[int]]:

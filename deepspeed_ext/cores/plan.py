@@ -21,7 +21,13 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from deepspeed_ext import cores as masks
-from deepspeed_ext.cores.host import Core, Topology, find_allowed, read_topology, stated_cpus
+from deepspeed_ext.cores.host import (
+    Core,
+    Topology,
+    find_allowed,
+    read_accelerator_node,
+    read_topology,
+)
 from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.runtime.proc import (
@@ -443,45 +449,28 @@ def _count_cores() -> int:
 
 
 def read_host(
-    root: Path | str,
-    allowed: Sequence[str] | None = None,
-    accelerator_nodes: Sequence[int | None] | None = None,
+    root: Path | str = "/", number: int | None = None
 ) -> tuple[Topology, tuple[RankFacts, ...], tuple[str, ...]]:
-    """Read the host below ``root`` for the given local ranks.
+    """Read the host below ``root`` for local ranks that may all use this process's CPUs.
 
     Args:
         root: directory that holds ``sys`` and ``proc``.
-        allowed: CPU list of each local rank. None: every rank may use this process's CPUs.
-        accelerator_nodes: NUMA node of each local rank's accelerator. None: unknown.
+        number: of ranks; None: one for each NVIDIA GPU, or one without.
 
     Returns:
         The arguments of `plan_host`, and warnings.
 
     Raises:
-        ConfigError: the arguments contradict each other or the host.
+        ConfigError: DSEXT_ALLOWED_CPUS contradicts the host.
         UnsupportedError: ``root`` does not describe a host.
     """
-    topology, warnings = read_topology(root), tuple[str, ...]()
-    nodes = accelerator_nodes or [None] * len(allowed or [None])
-    for node in nodes:
-        if node is not None and topology.nodes and node not in topology.nodes:
-            raise ConfigError(
-                f"--gpu-node {node}: this host has no such NUMA node (nodes: "
-                f"{format_cpulist(topology.nodes)})"
-            )
-    if allowed:
-        cpus = [stated_cpus(topology, text, "--allowed") for text in allowed]
-    else:
-        found, warnings = find_allowed(topology, root)
-        cpus = [found] * len(nodes)
-    if len(cpus) != len(nodes):
-        raise ConfigError(
-            f"{len(cpus)} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
-            "(--gpu-node): give each option once per local rank"
-        )
-    quotas, ranks = read_cpu_quotas(root), enumerate(zip(cpus, nodes, strict=True))
-    facts = (RankFacts(rank, mask, node, quotas) for rank, (mask, node) in ranks)
-    return topology, tuple(facts), warnings
+    topology, gpus = read_topology(root), sorted(Path(root, "proc/driver/nvidia/gpus").glob("*"))
+    allowed, warnings = find_allowed(topology, root)
+    quotas, count = read_cpu_quotas(root), number or len(gpus) or 1
+    nodes = [read_accelerator_node(topology, gpu.name, root) for gpu in gpus]
+    padded = (nodes + [None] * count)[:count]
+    ranks = (RankFacts(rank, allowed, node, quotas) for rank, node in enumerate(padded))
+    return topology, tuple(ranks), warnings
 
 
 def plan_text(topology: Topology, plan: HostPlan) -> str:

@@ -20,8 +20,6 @@ __all__ = ["GIB", "Machine", "Model", "Shape", "known", "machine_of", "read_shap
 
 GIB = 1 << 30
 
-MOST_BYTES = 1 << 24
-"""Larger than any config.json; a larger file holds weights."""
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
@@ -169,17 +167,15 @@ def read_shape(name: str) -> tuple[Shape, list[str]]:
 def _described(name: str) -> dict[str, Any]:
     """The content of a ``config.json``, of which nothing is built."""
     file = os.path.join(name, "config.json") if os.path.isdir(name) else name
-    wrong = "is no JSON object"
     try:
-        if os.path.getsize(file) > MOST_BYTES:
-            raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB, so it is no config.json")
         described = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        described, wrong = None, f"cannot be read ({str(error)[:100]})"
+    else:
         if isinstance(described, dict) and described.keys().isdisjoint(_DEEPSPEED):
             return described
-        if isinstance(described, dict):
-            wrong = "is a DeepSpeed config: give it as --config"
-    except (OSError, ValueError, RecursionError) as error:
-        wrong = f"cannot be read ({str(error)[:100]})"
+        is_ours = isinstance(described, dict)
+        wrong = "is a DeepSpeed config: give it as --config" if is_ours else "is no JSON object"
     raise ConfigError(
         f"--model: {file[:200]!r} {wrong}; give a transformers config.json, the folder that holds "
         f"it, --params, or one of {', '.join(known()['models'])}; nothing is downloaded"
@@ -258,6 +254,7 @@ def machine_of(
     host: str | None = None,
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
+    **speeds: float,
 ) -> Machine:
     """A machine with the speeds of a named card and host.
 
@@ -265,6 +262,7 @@ def machine_of(
         card: a name of `known`, whose memory counts if no `gpu_bytes` are given; None: the speeds
             of the smallest card with so many bytes, or of an H100.
         host: a name of `known`; None: the card's usual one.
+        speeds: of `Machine`, in place of those.
     """
     cards = known()["cards"]
     names = sorted(cards, key=lambda name: (cards[name]["gib"], cards[name]["tflops"]))
@@ -273,14 +271,11 @@ def machine_of(
     of_host = known()["hosts"][host or of_card["host"]]
     if gpu_bytes is None and card is not None:
         gpu_bytes = of_card["gib"] * GIB
-    return Machine(
-        ranks,
-        per_host,
-        gpu_bytes,
-        host_bytes,
-        link=of_card["link_gbps"] * 1e9,
-        host=of_host["gbps"] * 1e9,
-        of_rank=of_host["of_rank_gbps"] * 1e9,
-        flops=of_card["tflops"] * 1e12,
-        name=f"{of_card['name']}; {of_host['name']}",
-    )
+    known_speeds = {
+        "link": of_card["link_gbps"] * 1e9,
+        "host": of_host["gbps"] * 1e9,
+        "of_rank": of_host["of_rank_gbps"] * 1e9,
+        "flops": of_card["tflops"] * 1e12,
+    }
+    name = f"{of_card['name']}; {of_host['name']}"
+    return Machine(ranks, per_host, gpu_bytes, host_bytes, name=name, **known_speeds | speeds)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.arguments import numel as numel_of
+from deepspeed_ext.commands.main import numel as numel_of
 from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Setup, read_config
