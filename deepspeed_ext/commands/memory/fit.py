@@ -330,12 +330,12 @@ def _question(arguments: Any, shape: Any, model: Model) -> Question:
         "flops": (arguments.tflops, 1e12),
     }
     speeds = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    machine = machine_of(ranks, per_host, arguments.card, arguments.host, gpu, host, **speeds)
+    named = machine_of(ranks, per_host, arguments.card, arguments.host, gpu, host)
     sequence = arguments.seq_len or Question.sequence
     return Question(
         shape,
         model,
-        machine,
+        replace(named, **speeds),
         arguments.tokens or max(Question.tokens, sequence),
         sequence,
         recomputed=not arguments.keep_activations,

@@ -254,7 +254,6 @@ def machine_of(
     host: str | None = None,
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
-    **speeds: float,
 ) -> Machine:
     """A machine with the speeds of a named card and host.
 
@@ -262,7 +261,6 @@ def machine_of(
         card: a name of `known`, whose memory counts if no `gpu_bytes` are given; None: the speeds
             of the smallest card with so many bytes, or of an H100.
         host: a name of `known`; None: the card's usual one.
-        speeds: of `Machine`, in place of those.
     """
     cards = known()["cards"]
     names = sorted(cards, key=lambda name: (cards[name]["gib"], cards[name]["tflops"]))
@@ -271,11 +269,14 @@ def machine_of(
     of_host = known()["hosts"][host or of_card["host"]]
     if gpu_bytes is None and card is not None:
         gpu_bytes = of_card["gib"] * GIB
-    known_speeds = {
-        "link": of_card["link_gbps"] * 1e9,
-        "host": of_host["gbps"] * 1e9,
-        "of_rank": of_host["of_rank_gbps"] * 1e9,
-        "flops": of_card["tflops"] * 1e12,
-    }
-    name = f"{of_card['name']}; {of_host['name']}"
-    return Machine(ranks, per_host, gpu_bytes, host_bytes, name=name, **known_speeds | speeds)
+    return Machine(
+        ranks,
+        per_host,
+        gpu_bytes,
+        host_bytes,
+        link=of_card["link_gbps"] * 1e9,
+        host=of_host["gbps"] * 1e9,
+        of_rank=of_host["of_rank_gbps"] * 1e9,
+        flops=of_card["tflops"] * 1e12,
+        name=f"{of_card['name']}; {of_host['name']}",
+    )
