@@ -245,9 +245,6 @@ def check_binding() -> Finding:
             f"{setting} makes OpenMP bind threads itself",
             "unset it: deepspeed_ext binds all threads",
         )
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
-        return f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it"
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:

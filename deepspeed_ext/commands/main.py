@@ -79,14 +79,6 @@ _FLAG: dict[str, Any] = {"action": "store_const", "const": True}
 _COUNT, _TOKENS = whole(1, MAX_RANKS), whole(1, MAX_TOKENS)
 _CARDS = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100", "h100", "h200")
 
-CORES: Options = {
-    "--on-cpu": (
-        _FLAG,
-        "plan for training on the CPU: PyTorch keeps half [if DS_ACCELERATOR is cpu]",
-    ),
-}
-"""Options of ``plan`` for cores alone."""
-
 MEMORY: Options = {
     "--params P": (numel, "parameters, such as 7e9, 7B or 124M"),
     "--model PATH": (str, "a transformers config.json, its folder, or a name such as qwen2.5-7b"),
@@ -142,7 +134,10 @@ COMMANDS = {
                 whole(1, MAX_JOB_RANKS),
                 "data-parallel ranks; for cores those of this host [its NVIDIA GPUs, or 1]",
             ),
-            **CORES,
+            "--on-cpu": (
+                _FLAG,
+                "plan cores for training on the CPU: PyTorch keeps half [if DS_ACCELERATOR is cpu]",
+            ),
             "--json": (_FLAG, "print JSON"),
             "--memory": (_FLAG, "plan memory instead of cores"),
             **{name: (how, f"with --memory: {words}") for name, (how, words) in MEMORY.items()},
@@ -168,11 +163,6 @@ COMMANDS = {
         {"script SCRIPT": ({}, ""), "arguments ARGS": ({"nargs": argparse.REMAINDER}, "")},
     ),
 }
-
-
-def options_of(options: Options) -> set[str]:
-    """Names of the values that argparse makes of some options."""
-    return {names.split()[0].removeprefix("--").replace("-", "_") for names in options}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -276,7 +266,8 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` if arguments of the other plan are given, or required ones are
     missing."""
     given = {name for name, value in vars(arguments).items() if value is not None}
-    if wrong := sorted(given & options_of(CORES if arguments.memory else MEMORY)):
+    of_memory = {names.split()[0].removeprefix("--").replace("-", "_") for names in MEMORY}
+    if wrong := sorted(given & ({"on_cpu"} if arguments.memory else of_memory)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ConfigError(f"{names}: {'not with' if arguments.memory else 'only with'} --memory")
     needs = {"--gpus N": {"ranks"}, "--model config.json or --params 7e9": {"params", "model"}}

@@ -66,9 +66,9 @@ class RankReport:
     """Identifies the running kernel, hence the host."""
     facts: RankFacts
     topology_digest: str | None
-    """None if this rank cannot read its host."""
-    disabled: str | None = None
-    """Why this rank must not be bound; None if it may be."""
+    """None if this rank is not to be bound."""
+    unbound: str | None = None
+    """Why it is not; None: it may be."""
 
 
 @dataclass(frozen=True)
@@ -98,29 +98,26 @@ def report_rank(
 ) -> tuple[RankReport, Topology | None, tuple[str, ...]]:
     """Read this rank's host and return the report, the topology and warnings.
 
-    If the host cannot be read, the topology is None and a warning says why. If this rank must not
-    be bound, the host is not read.
-
     Args:
-        rank, local_rank, disabled: see `RankReport` and `RankFacts`.
         pci_address: PCI address of the rank's accelerator; None if unknown.
+        disabled: why this rank must not be bound, so that its host need not be read.
         root: directory that holds ``sys`` and ``proc``.
 
     Raises:
         ConfigError: the settings contradict each other or the host.
     """
-    facts, topology = RankFacts(local_rank, frozenset()), None
-    warnings: tuple[str, ...] = ()
-    try:
-        if disabled is None:
+    if disabled is None:
+        try:
             topology = read_topology(root)
             allowed, warnings = find_allowed(topology, root)
             node = read_accelerator_node(topology, pci_address, root) if pci_address else None
             facts = RankFacts(local_rank, allowed, node, read_cpu_quotas(root))
-    except (UnsupportedError, OSError) as unreadable:
-        topology, warnings = None, (str(unreadable),)
-    digest = topology.digest() if topology else None
-    return RankReport(rank, host_id(root), facts, digest, disabled), topology, warnings
+            report = RankReport(rank, host_id(root), facts, topology.digest())
+            return report, topology, warnings
+        except (UnsupportedError, OSError) as unreadable:
+            disabled = str(unreadable)
+    facts = RankFacts(local_rank, frozenset())
+    return RankReport(rank, host_id(root), facts, None, disabled), None, ()
 
 
 def agree(
@@ -133,7 +130,7 @@ def agree(
     """Exchange reports and plan this host. A collective: every rank of `ranks` calls it.
 
     Args:
-        topology: this rank's host; None if it cannot be read.
+        topology: this rank's host; None if it is not to be bound.
         warnings: of this rank, put before those of the plan.
 
     Raises:
@@ -150,7 +147,7 @@ def agree(
             return Agreement(None, None, "unbound", warnings, position == 0, request)
         # Local ranks may repeat (ranks started by hand, several containers); positions do not.
         facts = [replace(peer.facts, local_rank=index) for index, peer in enumerate(peers)]
-        assert topology is not None, "its digest is that of every rank"
+        assert topology is not None, "it is that of every rank"
         host = plan_host(topology, facts, request)
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
         text, warnings = plan_text(topology, host), (*warnings, *host.warnings)
@@ -159,12 +156,10 @@ def agree(
 
 def _why_unbound(peers: Sequence[RankReport]) -> str:
     """Say why the ranks of a host must all stay unbound; "" if they need not."""
-    if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
-        return "; ".join(disabled)
-    digests = {peer.topology_digest for peer in peers}
-    if len(digests) > 1:
-        return "its ranks see different CPUs (separate containers, or no /sys)"
-    return "its CPUs cannot be read" if None in digests else ""
+    if unbound := [f"rank {peer.rank}: {peer.unbound}" for peer in peers if peer.unbound]:
+        return "; ".join(unbound)
+    is_one = len({peer.topology_digest for peer in peers}) == 1
+    return "" if is_one else "its ranks see different CPUs (separate containers)"
 
 
 def pci_address() -> str | None:

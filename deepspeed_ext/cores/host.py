@@ -336,23 +336,9 @@ class WorkerPlacement:
         """Number of threads: one per CPU."""
         return max(1, len(self.cpus))
 
-    def environment(self) -> dict[str, str]:
-        """Return environment variables that give later loaded OpenMP runtimes one thread per
-        CPU."""
-        threads = str(len(self.cpus))
-        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        if self.pin_each_thread:
-            variables |= {
-                "OMP_PROC_BIND": "true",
-                "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus)),
-            }
-        return variables
-
     def bind_process(self) -> str | None:
-        """Bind every thread of the calling process to this placement.
-
-        OpenMP reads the environment when torch is imported. If a start-up hook of this Python did
-        that already, its threads are still bound to the CPUs, but not to one each.
+        """Bind every thread of the calling process to the CPUs, and have OpenMP runtimes that are
+        loaded later start one thread per CPU. The kernel pins its own threads.
 
         Returns:
             A message for the parent to log if binding failed; else None. The thread count is set in
@@ -360,7 +346,7 @@ class WorkerPlacement:
         """
         for name in OMP_BINDING_VARIABLES:
             os.environ.pop(name, None)
-        os.environ.update(self.environment())
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(self.cpus)))
         try:
             for tid in (0, *own_masks()):
                 _set_mask(tid, self.cpus)

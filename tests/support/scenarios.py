@@ -329,11 +329,11 @@ def stray_thread() -> dict[str, Any]:
     return {"strayed": strayed, "back": _masks()[tid], "plan": list(binding.plan.pytorch)}
 
 
-def worker_process(cpus: list[int], pins: bool) -> dict[str, Any]:
+def worker_process(cpus: list[int]) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
     from deepspeed_ext.cores.host import WorkerPlacement
 
-    complaint = WorkerPlacement(frozenset(cpus), pins).bind_process()
+    complaint = WorkerPlacement(frozenset(cpus)).bind_process()
     import torch
 
     _torch_work()
@@ -342,10 +342,7 @@ def worker_process(cpus: list[int], pins: bool) -> dict[str, Any]:
         "complaint": complaint,
         "masks": _masks(),
         "threads": torch.get_num_threads(),
-        "omp": {
-            name: os.environ.get(name)
-            for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
-        },
+        "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND")},
     }
 
 
