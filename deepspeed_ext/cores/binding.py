@@ -110,7 +110,7 @@ def report_rank(
         try:
             topology = read_topology(root)
             allowed, warnings = find_allowed(topology, root)
-            node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+            node = read_accelerator_node(pci_address, root) if pci_address else None
             facts = RankFacts(local_rank, allowed, node, read_cpu_quotas(root))
             report = RankReport(rank, host_id(root), facts, topology.digest())
             return report, topology, warnings

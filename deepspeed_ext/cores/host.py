@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -72,15 +71,9 @@ class Core:
 
 @dataclass(frozen=True)
 class Topology:
-    """The online cores of one host, without isolated CPUs, and the distances between its NUMA
-    nodes."""
+    """The online cores of one host, without isolated CPUs."""
 
     cores: tuple[Core, ...]
-    nodes: tuple[int, ...] = (0,)
-    """Every NUMA node, including those without CPUs (HBM, CXL, accelerator memory); empty if sysfs
-    lists none."""
-    distances: tuple[tuple[int, ...], ...] = ()
-    """Row and column i belong to ``nodes[i]``; empty if unknown."""
     is_hybrid: bool = False
     """Whether some cores are slower than others."""
 
@@ -94,15 +87,6 @@ class Topology:
         """The core of each online CPU."""
         return {pu: core for core in self.cores for pu in core.pus}
 
-    def distance(self, a: int, b: int) -> int:
-        """Return the relative memory distance between two nodes: 10 is local; 20 if unknown."""
-        if a == b:
-            return 10
-        try:
-            return self.distances[self.nodes.index(a)][self.nodes.index(b)]
-        except (ValueError, IndexError):
-            return 20
-
     def digest(self) -> str:
         """Return a hash that is equal for two ranks that see the same host."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
@@ -113,15 +97,10 @@ def read_topology(root: Path | str = "/") -> Topology:
     to whoever isolated them.
 
     Raises:
-        UnsupportedError: this is not Linux; or the tree lists no CPU, or not those that the kernel
-            gives this process: lxcfs, in some containers, invents CPU numbers.
+        UnsupportedError: the tree lists no CPU (not Linux, or a sandbox), or not those that the
+            kernel gives this process: lxcfs, in some containers, invents CPU numbers.
     """
     root = Path(root)
-    if root == Path("/") and not sys.platform.startswith("linux"):
-        raise UnsupportedError(
-            "core binding reads Linux's sysfs, "
-            f"and this is {sys.platform}. Training continues unbound."
-        )
     base = root / "sys/devices/system/cpu"
     online = read_cpus(base / "online") or frozenset()
     if not online or (root == Path("/") and not masks.present_mask() <= online):
@@ -139,39 +118,24 @@ def read_topology(root: Path | str = "/") -> Topology:
             or frozenset()
         )
         threads.setdefault(min({cpu, *siblings & online}), []).append(cpu)
-    nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
+    nodes = dict(numbered(root / "sys/devices/system/node", "node"))
+    # without NUMA in the kernel there is no such folder, and all is node 0
+    node_of = {
+        cpu: node for node, path in nodes.items() for cpu in read_cpus(path / "cpulist") or ()
+    } or dict.fromkeys(online, 0)
     cores = [Core(pus[0], tuple(pus), node_of.get(pus[0], -1)) for pus in threads.values()]
     return Topology(
         tuple(sorted(cores, key=lambda core: core.order)),
-        nodes,
-        distances,
         # some cores have a PMU of their own
         bool(online - (read_cpus(root / "sys/devices/cpu_core/cpus") or online)),
     )
 
 
-def _read_nodes(
-    base: Path, online: frozenset[int]
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, int]]:
-    """Read (node ids, distance rows, node of each CPU); without a node directory, every CPU is on
-    node 0."""
-    paths = dict(numbered(base, "node"))
-    if not paths:
-        return (), (), dict.fromkeys(online, 0)
-    node_of = {
-        cpu: node for node, path in paths.items() for cpu in read_cpus(path / "cpulist") or ()
-    }
-    rows = [(read_text(path / "distance") or "").split() for path in paths.values()]
-    return tuple(paths), tuple(tuple(map(int, row)) for row in rows), node_of
-
-
-def read_accelerator_node(
-    topology: Topology, pci_address: str, root: Path | str = "/"
-) -> int | None:
+def read_accelerator_node(pci_address: str, root: Path | str = "/") -> int | None:
     """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware
     does not report it. If it has no CPUs, the planner uses the nearest node with cores."""
     node = read_int(Path(root, "sys/bus/pci/devices", pci_address.lower(), "numa_node"))
-    return node if node in {*topology.nodes, *(core.node for core in topology.cores)} else None
+    return None if node is None or node < 0 else node
 
 
 ALLOWED_VARIABLE = "DSEXT_ALLOWED_CPUS"

@@ -213,7 +213,7 @@ class _HostPlanner:
     ) -> Iterator[tuple[RankFacts, list[Core]]]:
         """Yield each rank with its cores, nearest to its home first; at least as many cores as
         ranks."""
-        nodes, distance = sorted({core.node for core in cores}), self.topology.distance
+        nodes = sorted({core.node for core in cores})
         number = min(len(nodes), len(ranks))
         cuts = [index * len(nodes) // number for index in range(number + 1)]
         places = [nodes[first:last] for first, last in pairwise(cuts)]
@@ -224,18 +224,17 @@ class _HostPlanner:
             if home is None or home not in places[index]:
                 most = Counter(core.node for core in held[index])
                 home = max(most, key=lambda node: (most[node], -node))
-            left = iter(
-                sorted(held[index], key=lambda core: (distance(home, core.node), core.order))
-            )
+            left = iter(sorted(held[index], key=lambda core: (abs(core.node - home), core.order)))
             for position, member in enumerate(members):
                 share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
                 yield ranks[member], list(islice(left, limit))
 
     def _nearest(self, wanted: int | None, nodes: Sequence[int]) -> int | None:
+        """Neighbours have neighbouring numbers: on one socket, as a rule."""
         if wanted is None:
             return None
-        return min(nodes, key=lambda node: (self.topology.distance(wanted, node), node))
+        return min(nodes, key=lambda node: (abs(node - wanted), node))
 
     def _seated(
         self,
@@ -250,7 +249,7 @@ class _HostPlanner:
             places: nodes of each place.
             held: cores of each place.
         """
-        indices, distance = range(len(places)), self.topology.distance
+        indices = range(len(places))
         wanted = Counter(index for index in indices for home in homes if home in places[index])
         seats: Counter[int] = Counter()
 
@@ -262,7 +261,7 @@ class _HostPlanner:
 
         def far(rank: int, place: int) -> float:
             home = homes[rank]
-            return math.inf if home is None else min(distance(home, node) for node in places[place])
+            return math.inf if home is None else min(abs(node - home) for node in places[place])
 
         pairs = [(rank, place) for rank in range(len(homes)) for place in indices]
         seated: dict[int, int] = {}
@@ -467,7 +466,7 @@ def read_host(
     topology, gpus = read_topology(root), sorted(Path(root, "proc/driver/nvidia/gpus").glob("*"))
     allowed, warnings = find_allowed(topology, root)
     quotas, count = read_cpu_quotas(root), number or len(gpus) or 1
-    nodes = [read_accelerator_node(topology, gpu.name, root) for gpu in gpus]
+    nodes = [read_accelerator_node(gpu.name, root) for gpu in gpus]
     padded = (nodes + [None] * count)[:count]
     ranks = (RankFacts(rank, allowed, node, quotas) for rank, node in enumerate(padded))
     return topology, tuple(ranks), warnings

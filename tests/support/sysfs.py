@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_ext.cores.host import Core
@@ -20,7 +20,6 @@ def write_host(
     *,
     old: bool = False,
     nodes: Sequence[int] | None = None,
-    distances: Mapping[tuple[int, int], int] | None = None,
     efficient: str = "",
     quota: str | None = None,
     mask: str | None = None,
@@ -33,7 +32,6 @@ def write_host(
         cores: with all their hardware threads; a core of node -1 is in no node.
         old: spell as kernels of 2015 did: ``thread_siblings_list``, control groups of version 1.
         nodes: every node, those without cores included; by default the nodes of the cores.
-        distances: between two nodes, 20 where not given.
         efficient: CPU list of slower cores.
         quota: ``"<quota> <period>"`` of the process's control group.
         mask: CPU list that the process is allowed; by default all.
@@ -45,7 +43,7 @@ def write_host(
     write(base / "isolated", isolated)
     for core in cores:
         _write_core(base, core, old)
-    _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {})
+    _write_nodes(root / "sys/devices/system/node", cores, nodes)
     if efficient:
         fast = format_cpulist(frozenset(online) - parse_cpulist(efficient))
         for name, cpus in {"cpu_core": fast, "cpu_atom": efficient}.items():
@@ -68,7 +66,6 @@ def _write_nodes(
     base: Path,
     cores: Sequence[Core],
     nodes: Sequence[int] | None,
-    distances: Mapping[tuple[int, int], int],
 ) -> None:
     ids = sorted(
         set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0}
@@ -76,8 +73,6 @@ def _write_nodes(
     for node in ids:
         cpus = [cpu for core in cores if core.node == node for cpu in core.pus]
         write(base / f"node{node}/cpulist", format_cpulist(cpus))
-        row = [10 if other == node else distances.get((node, other), 20) for other in ids]
-        write(base / f"node{node}/distance", " ".join(map(str, row)))
 
 
 def _write_process(

@@ -16,11 +16,7 @@ QUOTA_PERIOD = 100000
 
 
 def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
-    topology = Topology(
-        cores or case.cores,
-        case.nodes or tuple(sorted({core.node for core in case.cores})),
-        is_hybrid=bool(case.efficient),
-    )
+    topology = Topology(cores or case.cores, is_hybrid=bool(case.efficient))
     quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
     nodes = case.gpu_nodes or (None,) * len(case.masks)
     ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
@@ -57,7 +53,6 @@ def test_a_host_is_read_as_it_was_written(case: Case, old: bool, tmp_path: Path)
     )
     topology, (rank,), _ = read_host(tmp_path)
     assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))
-    assert topology.nodes == (case.nodes or tuple(sorted({core.node for core in case.cores})))
     assert topology.is_hybrid == bool(case.efficient)
     quotas = [int(case.quota.split()[0]) / QUOTA_PERIOD] if case.quota else []
     assert [quota.cores for quota in rank.quotas] == quotas

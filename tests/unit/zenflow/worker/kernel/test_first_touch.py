@@ -111,7 +111,7 @@ def test_each_node_has_the_memory_of_its_threads(
         "far": lambda core: (core, core + number),
     }[siblings]
     table = [Core(core, pus(core), core // cores) for core in range(number)]
-    topology = Topology(tuple(table), tuple(range(nodes)))
+    topology = Topology(tuple(table))
     facts = RankFacts(0, frozenset(topology.cpus), 0)
     plan = plan_host(topology, [facts], PlanRequest(pt_reserved_cores=1))
     rank = plan.ranks[0]
