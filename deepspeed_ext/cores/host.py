@@ -48,7 +48,6 @@ __all__ = [
     "read_accelerator_node",
     "read_topology",
     "restore",
-    "thread_masks",
 ]
 
 

@@ -48,7 +48,6 @@ __all__ = [
     "split_cores",
     "unbound_threads",
     "usable_cores",
-    "within_quota",
 ]
 
 Usable = Mapping[Core, tuple[int, ...]]

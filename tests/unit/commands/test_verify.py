@@ -296,6 +296,6 @@ def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> No
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    command = python_command("deepspeed_ext.commands.verify_rank", str(tmp_path), str(ended.pid))
+    command = python_command("deepspeed_ext.commands.verify", str(tmp_path), str(ended.pid))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "the check has ended" in done.stderr
