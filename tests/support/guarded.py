@@ -15,7 +15,8 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.rules import guard
 from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample
-from deepspeed_ext.zenflow.rules.predictive import PredictivePlan, PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.step.rule import StepPlan
 from tests.support.compare import allow_fp16
 from tests.support.log import heard
 from tests.support.models import SteepRegression, batches
@@ -161,7 +162,7 @@ def run_guarded(
         run.probes += 1
         return measure(sample)
 
-    def advance(schedule: PredictiveSchedule, plan: PredictivePlan) -> None:
+    def advance(schedule: PredictiveSchedule, plan: StepPlan) -> None:
         run.sources.append("predicted" if plan.predicts else "exact")
         advance_as_usual(schedule, plan)
 

@@ -16,7 +16,7 @@ from deepspeed_ext.zenflow.plan.arrays import Dtypes
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST, Place, Places, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -61,7 +61,7 @@ def plan_of(
     """
     weights, gradient = dtypes
     return ZenFlowPlan(
-        rule=PredictiveSettings(overlapped, 1, 0.0, block_size=block_size),
+        rule=RuleSettings(overlapped, 1, block_size=block_size),
         dtypes=Dtypes(weights, gradient, gradient, weights),
         partitions=tuple(PartitionPlan(numel, 0) for numel in numels),
         places=KINDS[kind],

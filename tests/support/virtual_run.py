@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import first_steps
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.step import first_steps
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
 

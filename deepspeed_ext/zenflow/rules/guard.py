@@ -223,9 +223,9 @@ class Sample:
         published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
         ahead = kind.ahead(self._last)
         per_block = kind.publish(ahead, self.state, self._block_size, published)
-        estimate = kind.estimate(self._last, per_block, self._block_size)
+        known = kind.known(self._last, per_block)
         weights = torch.empty(numel, dtype=self._weights_dtype, device="cpu")
-        kind.predict(estimate, weights, published, self.newest, self.step)
+        kind.predict(known, weights, published, self.newest, self.step, self._block_size)
         return weights
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:

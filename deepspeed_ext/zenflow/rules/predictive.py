@@ -27,10 +27,10 @@ import torch
 
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, slots_at
+from deepspeed_ext.zenflow.plan.rule import slots_at
 from deepspeed_ext.zenflow.rules.guard import (
     GuardState,
     PredictionErrors,
@@ -40,41 +40,16 @@ from deepspeed_ext.zenflow.rules.guard import (
 )
 from deepspeed_ext.zenflow.rules.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
+from deepspeed_ext.zenflow.step.rule import Schedule, State, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = [
-    "PredictionState",
-    "PredictivePlan",
-    "PredictiveRule",
-    "PredictiveSchedule",
-    "PredictiveState",
-]
+__all__ = ["PredictionState", "PredictiveRule", "PredictiveSchedule", "PredictiveState"]
 
 _WARM_UP_STEPS = 10
 """Synchronous steps at the start, while the moments have seen too few gradients to predict from:
 the measured need (docs/results.md)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictivePlan(StepPlan):
-    """Describes one optimizer step.
-
-    If it predicts, W = round(y - effect of the gradient), where y is the result of the update
-    before. Otherwise W = round(p), which the worker gives for this step's gradient.
-
-    Attributes:
-        publish_ahead: whether the next step is predicted, so the worker publishes the extrapolated
-            y.
-        probes: whether the prediction for the gradient handed over in this step is measured.
-    """
-
-    publish_ahead: bool
-    probes: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +60,6 @@ class PredictiveState(State):
     """Whether the worker has published the extrapolated y and the per-block array, which overlapped
     steps need."""
     guard: GuardState = field(default_factory=GuardState)
-    is_exact: bool = False
-    """Whether steps follow the exact rule, so none overlaps."""
 
 
 class PredictiveSchedule(Schedule):
@@ -110,10 +83,10 @@ class PredictiveSchedule(Schedule):
         wait: Wait = Wait.STEP,
         in_chunks: bool = False,
     ) -> None:
-        self.state = PredictiveState(is_exact=not overlap)
+        self.state = PredictiveState()
         self.ring = slots_at(source) if overlap else 1
         self._wait, self._in_chunks = wait, in_chunks
-        self._warm_up_steps = warm_up_steps
+        self._overlaps, self._warm_up_steps = overlap, warm_up_steps
         self._guarded = guarded and overlap
 
     @property
@@ -122,18 +95,18 @@ class PredictiveSchedule(Schedule):
         moments."""
         return _WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
 
-    def plan(self) -> PredictivePlan:
+    def plan(self) -> StepPlan:
         state, guard = self.state, self.state.guard
-        overlaps = not (state.is_exact or guard.synchronous)
+        overlaps = self._overlaps and not guard.synchronous
         if overlaps and state.is_ahead and state.steps >= self.warm_up_steps:
             wait, probes = self._wait if self._in_chunks else Wait.NEXT_STEP, guard.is_due
-            return PredictivePlan(wait=wait, predicts=True, publish_ahead=True, probes=probes)
+            return StepPlan(wait=wait, predicts=True, publish_ahead=True, probes=probes)
         ahead = overlaps and state.steps + 1 >= self.warm_up_steps
-        wait = self._wait if state.is_exact else Wait.STEP
+        wait = Wait.STEP if self._overlaps else self._wait
         probes = guard.synchronous and guard.is_due
-        return PredictivePlan(wait=wait, publish_ahead=ahead, probes=probes)
+        return StepPlan(wait=wait, publish_ahead=ahead, probes=probes)
 
-    def advance(self, plan: PredictivePlan) -> None:
+    def advance(self, plan: StepPlan) -> None:
         state = self.state
         self.state = replace(
             state,
@@ -166,17 +139,10 @@ class PredictiveSchedule(Schedule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
-        again. A rule that is known here stays."""
+        again."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
-        guard = GuardState() if is_released else guard
-        kept = {"guard": guard, "is_exact": self.state.is_exact}
-        super().load_state_dict({**state, **kept})
-
-    def restart(self) -> None:
-        is_exact = self.state.is_exact
-        super().restart()
-        self.state = replace(self.state, is_exact=is_exact)
+        super().load_state_dict({**state, "guard": GuardState() if is_released else guard})
 
 
 _MOST_EXCESS = 1e6
@@ -190,26 +156,27 @@ class PredictionState:
 
     Attributes:
         last: constants of the newest gradient; None before the first.
-        estimator: built from the newest per-block array; None before the first result.
+        known: what the estimate needs of the newest result (`OptimizerKind.known`); None before the
+            first.
         sample: taken before the newest hand-over; None if that is not probed or has been measured.
         errors: the result of the newest probe; None once it is judged.
     """
 
     last: Any = None
-    estimator: Estimate | None = None
+    known: torch.Tensor | None = None
     sample: Sample | None = None
     errors: PredictionErrors | None = None
 
 
 class PredictiveRule(UpdateRule):
     """Computes weights as y minus an estimate of what is in flight (see
-    `optimizers.adam_estimator`).
+    `optimizers.adam`).
 
     Attributes:
         states: state of each partition, in order.
     """
 
-    name = "predictive"
+    position, values = PredictiveState, PredictivePartitionValues
     schedule: PredictiveSchedule
 
     def __init__(
@@ -217,13 +184,10 @@ class PredictiveRule(UpdateRule):
         plan: ZenFlowPlan,
         partitions: Sequence[Partition],
         link: WorkerLink,
-        ranks: RankGroup,
         kind: OptimizerKind,
-        metrics: Metrics,
+        ranks: RankGroup,
     ) -> None:
         settings = plan.rule
-        assert isinstance(settings, PredictiveSettings)
-        self._kind = kind
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
             settings.overlapped,
@@ -233,10 +197,9 @@ class PredictiveRule(UpdateRule):
             wait=plan.wait,
             in_chunks=plan.predicts_in_chunks,
         )
-        super().__init__(settings.block_size, schedule, partitions, link, metrics)
+        super().__init__(plan, schedule, partitions, link, kind)
         self.states = [PredictionState() for _ in partitions]
-        self._settings = settings
-        self._ranks = ranks
+        self._settings, self._ranks = settings, ranks
         self._errors = PredictionErrors(math.nan, math.nan, math.nan)
 
     # -- one optimizer step ------------------------------------------------------------------------
@@ -250,7 +213,7 @@ class PredictiveRule(UpdateRule):
             state.errors = None
 
     def step_partition(
-        self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, step: Any
+        self, plan: StepPlan, partition: Partition, grad: torch.Tensor, step: Any
     ) -> None:
         state = self.states[partition.index]
         if plan.probes:
@@ -265,29 +228,41 @@ class PredictiveRule(UpdateRule):
         state.last = step
         if not plan.predicts or plan.wait is not Wait.NEXT_STEP:
             return
-        assert state.estimator is not None, "the schedule begins with a synchronous step"
         for span, y, weights in self._link.stream.parts(partition.index):
-            estimator = state.estimator.of(*span)
             with self._metrics.timing_estimate():
-                self._kind.predict(estimator, weights, y, grad[slice(*span)], step)
+                self._predict(state.known, span, weights, y, grad[slice(*span)], step)
             self._metrics.bytes_up += y.nbytes
 
     def predict(self, partition: Partition) -> Predict:
         state = self.states[partition.index]
-        estimator, step = state.estimator, state.last
-        assert estimator is not None, "the schedule begins with a synchronous step"
+        known, step = state.known, state.last
 
         def predict(span: Span, y: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor) -> None:
-            self._kind.predict(estimator.of(*span), weights, y, grad, step)
+            self._predict(known, span, weights, y, grad, step)
 
         return predict
 
-    def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
+    def _predict(
+        self,
+        known: torch.Tensor | None,
+        span: Span,
+        weights: torch.Tensor,
+        y: torch.Tensor,
+        grad: torch.Tensor,
+        step: Any,
+    ) -> None:
+        """Predict the weights of elements of a partition: whole blocks, or up to its end."""
+        assert known is not None, "the schedule begins with a synchronous step"
+        size, width = self.block_size, self._settings.per_block_width
+        of_span = known[span.begin // size * width : -(-span.end // size) * width]
+        self._kind.predict(of_span, weights, y, grad, step, size)
+
+    def task(self, plan: StepPlan, partition: Partition) -> WorkerTask:
         step = self.states[partition.index].last
         publish = self._kind.ahead(step) if plan.predicts else self._kind.exact(step)
         return WorkerTask(partition.index, self.schedule.coming, publish, step)
 
-    def end_step(self, plan: PredictivePlan) -> None:
+    def end_step(self, plan: StepPlan) -> None:
         if plan.publish_ahead and not plan.predicts:
             self._read_results()
             self._publish_again()
@@ -303,7 +278,7 @@ class PredictiveRule(UpdateRule):
         self._link.depart(passes, gradients=0)
 
     def _read_results(self) -> None:
-        """Build the estimators from the newest per-block arrays, once per result."""
+        """Keep what estimates need of the newest per-block arrays, once per result."""
         if not self._link.is_unread:
             return
         self._link.is_unread = False
@@ -312,7 +287,7 @@ class PredictiveRule(UpdateRule):
             means = self._link.stream.block_means(partition.index)
             # no view of the copy: `offload` could not free what that keeps
             means = means.view(-1).to(partition.device, copy=True, non_blocking=True)
-            state.estimator = self._kind.estimate(state.last, means, self.block_size)
+            state.known = self._kind.known(state.last, means)
 
     # -- the guard ---------------------------------------------------------------------------------
 
@@ -369,7 +344,7 @@ class PredictiveRule(UpdateRule):
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         state = self.states[partition.index]
-        return [] if state.estimator is None else [state.estimator.kept]
+        return [] if state.known is None else [state.known]
 
     def measurements(self) -> dict[str, float]:
         errors, guard = self._errors, self.schedule.state.guard
@@ -378,7 +353,7 @@ class PredictiveRule(UpdateRule):
             "rounding_error": errors.of_an_update(errors.rounding),
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
-            "exact": float(self.schedule.state.is_exact),
+            "exact": float(not self._settings.overlapped),
         }
         return {name: value for name, value in figures.items() if not math.isnan(value)}
 
@@ -394,14 +369,14 @@ class PredictiveRule(UpdateRule):
     ) -> None:
         super().restart(counts, partitions)
         for state in self.states:
-            state.estimator = state.sample = state.errors = None
+            state.known = state.sample = state.errors = None
 
     def saved(self) -> list[dict[str, Any]]:
         return [
             {
                 "last": None if state.last is None else asdict(state.last),
                 "errors": None if state.errors is None else asdict(state.errors),
-                "inverse": None if state.estimator is None else state.estimator.kept,
+                "inverse": state.known,
             }
             for state in self.states
         ]
@@ -410,6 +385,4 @@ class PredictiveRule(UpdateRule):
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             state.last, state.errors = saved.last, saved.errors
             if saved.inverse is not None:
-                state.estimator = self._kind.remembered(
-                    saved.inverse.to(partition.device), self.block_size
-                )
+                state.known = saved.inverse.to(partition.device)

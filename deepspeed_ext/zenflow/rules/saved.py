@@ -101,7 +101,7 @@ class PredictivePartitionValues(PartitionValues):
     Attributes:
         last: constants of the newest gradient that was handed over.
         errors: errors of the newest probe, if the guard has not judged it yet.
-        inverse: what the estimate remembers (`Estimate.kept`).
+        inverse: what the estimate needs (`OptimizerKind.known`).
     """
 
     last: Any = None

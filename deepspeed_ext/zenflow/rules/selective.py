@@ -47,10 +47,8 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.rules.saved import SelectivePartitionValues, recorrect, rows_of
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
+from deepspeed_ext.zenflow.step.rule import Schedule, State, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
@@ -176,7 +174,7 @@ class SelectiveRule(UpdateRule):
         states: state of each partition, in order.
     """
 
-    name = "selective"
+    position, values = SelectiveState, SelectivePartitionValues
     schedule: SelectiveSchedule
 
     def __init__(
@@ -184,17 +182,14 @@ class SelectiveRule(UpdateRule):
         plan: ZenFlowPlan,
         partitions: Sequence[Partition],
         link: WorkerLink,
-        ranks: RankGroup,
         kind: OptimizerKind,
-        metrics: Metrics,
+        ranks: RankGroup,
     ) -> None:
         settings = plan.rule
         assert isinstance(settings, SelectiveSettings)
-        schedule = SelectiveSchedule(settings, plan.source)
-        super().__init__(settings.block_size, schedule, partitions, link, metrics)
+        super().__init__(plan, SelectiveSchedule(settings, plan.source), partitions, link, kind)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
-        self._kind = kind
 
     # -- one optimizer step ------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_ext.zenflow.plan.places import Place, Places
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.worker.arena import Arena
 
 __all__ = ["Partition", "Run", "WholeState", "largest_block_apart", "mixed"]
 
@@ -73,6 +75,23 @@ class Partition:
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, plan: ZenFlowPlan, index: int, whole: WholeState, arena: Arena) -> Partition:
+        """The partition without its head, which steps on the accelerator."""
+        layout, head = plan.rule.layout, plan.partitions[index].head
+        return cls(
+            index,
+            whole.group,
+            (lambda: whole.weights()[head:]) if head else whole.weights,
+            master=arena.tensor("p", index),
+            moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),
+            scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
+            publish_dtype=getattr(torch, plan.dtypes.published),
+            grad_dtype=getattr(torch, plan.dtypes.gradient),
+            ring=[arena.tensor(*key) for key in arena.keys("g", index)],
+            places=plan.places,
+        )
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,6 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.built_parts import prepare_kernels
 from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.arrays import Dtypes
@@ -91,7 +90,7 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
             has_heads=True,
             computes_there=True,
         )
-        prepare_kernels(plan, kind, [flat(64, 0), flat(64, 1)], warns=True)
+        kind.prepare_kernels(plan, [flat(64, 0), flat(64, 1)], warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [8, 8], (
         "predict and both steps of a share twice, two of the norms"

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 NUMEL, BLOCKS = 3 * 32 + 5, 4
 
 
-def settings(overlapped: bool = True) -> PredictiveSettings:
-    return PredictiveSettings(overlapped, None, block_size=32, prediction_error_factor=0.0)
+def settings(overlapped: bool = True) -> RuleSettings:
+    return RuleSettings(overlapped, None, block_size=32, prediction_error_factor=0.0)
 
 
 def test_a_denominator_for_each_block_is_kept_if_steps_overlap() -> None:

@@ -11,6 +11,7 @@ machine, the run chooses by the same way, from its overlapped steps alone if no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import OutOfMemoryError
@@ -18,7 +19,6 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.runtime.timing import Stopwatch
-from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -38,15 +38,19 @@ from deepspeed_ext.zenflow.plan.share import (
 )
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import StepPlan
 from deepspeed_ext.zenflow.transfers.landing import landing_buffers
+
+if TYPE_CHECKING:
+    from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["FirstSteps", "move"]
 
 
 class FirstSteps:
-    """Observes a run until everything is chosen and said.
+    """Observes a run until everything is chosen and said. Every rank of the model has one, or
+    none.
 
     Args:
         config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
@@ -201,7 +205,7 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
         with link.deferring_errors():
             link.stream.restore()
         return False
-    prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
+    host.kind.prepare_kernels(plan, weights, warns=ranks.rank == 0)
     with link.deferring_errors():
         heads.take()
     buffers = landing_buffers(plan, ranks)
@@ -211,7 +215,7 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     with link.deferring_errors():
         link.relay(plan, buffers)
         partitions = [
-            partition_of(plan, index, state, link.arena)
+            Partition.of(plan, index, state, link.arena)
             for index, state in enumerate(host.state.wholes)
         ]
         host.move_to(plan, partitions, heads)
