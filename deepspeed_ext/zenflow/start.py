@@ -3,6 +3,7 @@ plans compared once, and exactly the plan is built."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -198,8 +199,10 @@ def _agreed_plan(facts: ZenFlowFacts, start: ZenFlowStart) -> ZenFlowPlan:
     if ranks.rank == 0:
         if plan.rule.warning is not None:
             logger.warning(plan.rule.warning)
-        for reason in plan.reasons:
-            (logger.info if reason.is_open else logger.debug)(str(reason))
+        is_chosen = plan.measures_share or plan.host_share not in (1.0, start.ratio)
+        logger.log(logging.INFO if is_chosen else logging.DEBUG, plan.share_reason)
+        for reason in plan.other_reasons:
+            logger.debug(reason)
     return plan
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
     "OF_CHUNKS",
     "PAGE_BYTES",
-    "ArenaKinds",
     "ArenaLayout",
     "ArrayKey",
     "ArraySpec",
@@ -175,61 +174,6 @@ class Dtypes:
         Otherwise y of one element would overwrite gradients of others, which another thread may not
         have read."""
         return DTYPE_BYTES[self.published] == DTYPE_BYTES[self.gradient]
-
-
-@dataclass(frozen=True)
-class ArenaKinds:
-    """What the arrays of all partitions have in common.
-
-    Attributes:
-        layout: p and the optimizer's moments.
-        block_size: elements of a block.
-        dtypes: of gradients and y.
-        per_block: whether the array with an entry for each block is copied to the accelerator;
-            None: no rule reads it, so it takes no memory.
-        lifts_y: whether y is copied to the accelerator; gradients always come from there.
-        slots: slots of the gradient ring.
-    """
-
-    layout: StateLayout
-    block_size: int
-    dtypes: Dtypes
-    per_block: bool | None
-    lifts_y: bool
-    slots: int
-
-    def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
-        """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
-
-        Args:
-            numel: its elements that step on the host, n.
-            before: elements before them, of the same partition of ZeRO, that step on the
-                accelerator; whole blocks.
-        """
-        layout, blocks, dtypes = self.layout, -(-numel // self.block_size), self.dtypes
-        before_blocks, width = before // self.block_size, layout.per_block_width(self.block_size)
-
-        def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
-            return ArraySpec(kind, dtype, count, partition, **how)
-
-        found = [spec(kind, dtype, before=before) for kind, dtype in layout.arrays]
-        found += [
-            spec(kind, "uint8", blocks, before=before_blocks, per_block=1) for kind in layout.scales
-        ]
-        shown = [kind for kind in layout.shown if kind not in layout.kinds]
-        found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
-        if not dtypes.y_replaces_gradient:
-            found.append(spec("y", dtypes.published, exchanged=self.lifts_y))
-        if self.per_block is not None:
-            count = blocks * width
-            found.append(spec(*layout.per_block, count, exchanged=self.per_block, per_block=width))
-        return [*found, *(self.gradient(numel, partition, slot) for slot in range(self.slots))]
-
-    def gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
-        """A slot for a gradient, and for y in its place if that fits."""
-        y = self.dtypes.published if self.dtypes.y_replaces_gradient else None
-        dtype = self.dtypes.gradient
-        return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:

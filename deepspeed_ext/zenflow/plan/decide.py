@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Source,
     Wait,
 )
-from deepspeed_ext.zenflow.plan.plan import PartitionPlan, Reason, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleSettings, settings_of
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -84,8 +84,6 @@ class _Share(NamedTuple):
 
     on_host: float
     why: str
-    is_open: bool = False
-    """Whether the config left it to be decided."""
     is_measured: bool = False
     """Whether it is chosen anew once steps are measured."""
 
@@ -126,7 +124,7 @@ class _Planner:
             self.draft(self.facts.mine.partitions, places, share.on_host),
             measures_share=share.is_measured,
             shortage=shortage,
-            share_reason=share_reason(share.on_host, share.why, is_open=share.is_open),
+            share_reason=share_reason(share.on_host, share.why),
             other_reasons=(of_gradients, of_copies),
         )
 
@@ -223,10 +221,10 @@ class _Planner:
         is_late = self.config.streams and self.facts.caller.partitions_weights  # none waits
         if self.config.autotune and not (self.rule.limits or is_late or is_short):
             why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
-            return _Share(1.0, why, is_open=True, is_measured=True)
+            return _Share(1.0, why, is_measured=True)
         on_host, room = self.share_that_fits()
         if ratio == "auto":
-            return _Share(on_host, room, is_open=True)
+            return _Share(on_host, room)
         why = "a host has no memory for all of it"
         if self.host_shortage(_ON_ACCELERATOR, on_host) is None:
             return _Share(on_host, f"{why}; {room}")
@@ -275,12 +273,12 @@ class _Planner:
 
     # -- where gradients wait ----------------------------------------------------------------------
 
-    def gradients(self, share: _Share) -> tuple[Places, Reason]:
+    def gradients(self, share: _Share) -> tuple[Places, str]:
         """Where gradients wait for their step, and the places that follow."""
         caller, asked = self.facts.caller, self.config.gradients_on_host
         if self.facts.is_on_cpu and caller.weights is Place.ACCELERATOR:
             why = "the CPU is the accelerator, so all memory is the host's"
-            return EVERYTHING_ON_HOST, Reason("gradients", why)
+            return EVERYTHING_ON_HOST, f"gradients: {why}"
         if caller.weights is Place.HOST:
             leave, why = True, "offload_param keeps the weights on the host"
         elif not caller.takes_gradients:
@@ -292,7 +290,7 @@ class _Planner:
         else:
             leave, why = self._gradients_by_memory()
         places = replace(_IN_BACKWARD, weights=caller.weights) if leave else _ON_ACCELERATOR
-        return places, Reason(f"zenflow.gradients_on_host = {leave}", why)
+        return places, f"zenflow.gradients_on_host = {leave}: {why}"
 
     def _gradients_by_memory(self) -> tuple[bool, str]:
         """Whether accelerators have no room for gradients, and the host has."""
@@ -343,16 +341,16 @@ class _Planner:
 
     # -- copies beside the step --------------------------------------------------------------------
 
-    def landing(self, places: Places, host_share: float) -> tuple[Places, Reason]:
+    def landing(self, places: Places, host_share: float) -> tuple[Places, str]:
         """Whether y lands on the accelerator beside the next step."""
         inside = f"copies {Copies.INSIDE_STEP.value}"
         if places.copies is not Copies.INSIDE_STEP:
             why = "the host computes the weights"
-            return places, Reason("no copies of gradients and y", why)
+            return places, f"no copies of gradients and y: {why}"
         if self.peeks:
-            return places, Reason(inside, "exact weights are copied to where they are used")
+            return places, f"{inside}: exact weights are copied to where they are used"
         if self.facts.refuses_landing:
-            return places, Reason(inside, "a rank could not allocate the landing buffers")
+            return places, f"{inside}: a rank could not allocate the landing buffers"
         drafts = self.drafts(_BESIDE, host_share)
         missing = max(
             drafts[rank.partitions].landing_bytes
@@ -367,8 +365,8 @@ class _Planner:
             f"of device memory, and beside them {LEAST_FREE:.0%} must stay free on any rank"
         )
         if missing > 0:
-            return places, Reason(inside, f"{why}: {missing:,} bytes are missing")
-        return _BESIDE, Reason(f"copies {Copies.BESIDE_STEP.value}", why)
+            return places, f"{inside}: {why}: {missing:,} bytes are missing"
+        return _BESIDE, f"copies {Copies.BESIDE_STEP.value}: {why}"
 
     # -- the host ----------------------------------------------------------------------------------
 

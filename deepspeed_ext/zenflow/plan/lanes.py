@@ -102,7 +102,7 @@ class Lanes:
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
     """What a step moves: every gradient goes down; y, and what estimates are made from, come up. A
     pass reads and writes the state, reads the gradient and writes y, after a peek once more."""
-    layout, arrays = plan.rule.layout, plan.kinds.of(0, _NUMEL)
+    layout, arrays = plan.rule.layout, plan.arrays_of(0, _NUMEL)
     state = sum(each.nbytes for each in arrays if each.kind in layout.kept) / _NUMEL
     means = sum(each.nbytes for each in arrays if each.kind == layout.per_block[0]) / _NUMEL
     gradient, y = DTYPE_BYTES[plan.dtypes.gradient], DTYPE_BYTES[plan.dtypes.published]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from deepspeed_ext.zenflow.plan.arrays import (
     OF_CHUNKS,
-    ArenaKinds,
     ArenaLayout,
     ArraySpec,
     Dtypes,
@@ -20,25 +20,7 @@ from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wai
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["PartitionPlan", "Reason", "ZenFlowPlan", "head_of"]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """A decision and why it was made.
-
-    Attributes:
-        decision: name and value, as a config would give them.
-        why: the reason, in a sentence.
-        is_open: whether the config left it to be decided.
-    """
-
-    decision: str
-    why: str
-    is_open: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.decision}: {self.why}"
+__all__ = ["PartitionPlan", "ZenFlowPlan", "head_of"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +68,7 @@ class ZenFlowPlan:
         saves_beside: whether checkpoints are written beside training.
         measures_share: whether the share is chosen after steps were measured (`plan.share`).
         shortage: why a host has too little memory; None: it fits, as far as is known.
-        share_reason, other_reasons: the reason of each decision, the same on every rank.
+        share_reason, other_reasons: each decision and why it was made, the same on every rank.
     """
 
     rule: RuleSettings
@@ -101,8 +83,8 @@ class ZenFlowPlan:
     saves_beside: bool = False
     measures_share: bool = False
     shortage: str | None = None
-    share_reason: Reason = Reason("", "")
-    other_reasons: tuple[Reason, ...] = ()
+    share_reason: str = ""
+    other_reasons: tuple[str, ...] = ()
 
     # -- places: settled once, because steps ask for them ------------------------------------------
 
@@ -122,8 +104,8 @@ class ZenFlowPlan:
         return self.places.source
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """The reason of each decision."""
+    def reasons(self) -> tuple[str, ...]:
+        """Each decision and why it was made."""
         return (self.share_reason, *self.other_reasons)
 
     @property
@@ -147,18 +129,46 @@ class ZenFlowPlan:
             sum(each.on_host * each.times for each in self.partitions), self.rule.block_size
         )
 
-    @cached_property
-    def kinds(self) -> ArenaKinds:
-        """What the arrays of all partitions have in common. Gradients in transit pass through the
-        slots of chunks instead of their own."""
-        return ArenaKinds(
-            layout=self.rule.layout,
-            block_size=self.rule.block_size,
-            dtypes=self.dtypes,
-            per_block=self.computes_there if self.rule.estimates else None,
-            lifts_y=self.places.weights is Place.ACCELERATOR,
-            slots=0 if self.is_in_transit else self.rule.slots(self.source),
-        )
+    @property
+    def lifts_per_block(self) -> bool:
+        """Whether the array with an entry for each block is copied to the accelerator."""
+        return self.rule.estimates and self.computes_there
+
+    def arrays_of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
+        """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
+
+        Args:
+            numel: its elements that step on the host, n.
+            before: elements before them, of the same partition of ZeRO, that step on the
+                accelerator; whole blocks.
+        """
+        layout, size, dtypes = self.rule.layout, self.rule.block_size, self.dtypes
+        blocks, width = -(-numel // size), self.rule.per_block_width
+
+        def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
+            return ArraySpec(kind, dtype, count, partition, **how)
+
+        found = [spec(kind, dtype, before=before) for kind, dtype in layout.arrays]
+        found += [
+            spec(kind, "uint8", blocks, before=before // size, per_block=1)
+            for kind in layout.scales
+        ]
+        shown = [kind for kind in layout.shown if kind not in layout.kinds]
+        found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
+        if not dtypes.y_replaces_gradient:
+            lifts = self.places.weights is Place.ACCELERATOR
+            found.append(spec("y", dtypes.published, exchanged=lifts))
+        if self.rule.estimates:
+            of_block, lifts = blocks * width, self.lifts_per_block
+            found.append(spec(*layout.per_block, of_block, exchanged=lifts, per_block=width))
+        slots = 0 if self.is_in_transit else self.rule.slots(self.source)
+        return [*found, *(self._gradient(numel, partition, slot) for slot in range(slots))]
+
+    def _gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
+        """A slot for a gradient, and for y in its place if that fits."""
+        y = self.dtypes.published if self.dtypes.y_replaces_gradient else None
+        dtype = self.dtypes.gradient
+        return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:
@@ -166,7 +176,7 @@ class ZenFlowPlan:
         partitions = (
             spec
             for index, each in enumerate(self.partitions)
-            for spec in self.kinds.of(index, each.on_host, each.head)
+            for spec in self.arrays_of(index, each.on_host, each.head)
         )
         return (*partitions, *self._slots())
 
@@ -174,7 +184,7 @@ class ZenFlowPlan:
         """Arrays that chunks of all partitions take in turn: for a gradient and then its y, and for
         weights that the worker has peeked at, on their way up."""
         for slot in range(SLOTS_OF_CHUNKS if self.is_in_transit else 0):
-            yield self.kinds.gradient(self.slot_numel, OF_CHUNKS, slot)
+            yield self._gradient(self.slot_numel, OF_CHUNKS, slot)
         if self.peeks:
             most = max((each.on_host for each in self.partitions), default=0)
             numel = min(self.chunk_numel, most)
@@ -210,7 +220,7 @@ class ZenFlowPlan:
             return 0
         item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
         size, layout, of_block = self.rule.block_size, self.rule.layout, 0
-        if self.kinds.per_block:
+        if self.lifts_per_block:
             of_block = self.rule.per_block_width * DTYPE_BYTES[layout.per_block[1]]
         return sum(
             each.times * (each.on_host * item + -(-each.on_host // size) * of_block)

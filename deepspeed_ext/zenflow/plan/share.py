@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from deepspeed_ext.zenflow.plan.held import Held, nbytes_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
@@ -349,11 +349,11 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
         plan,
         partitions=tuple(replace(each, head=head) for each, head in pairs),
         host_share=host_share,
-        share_reason=share_reason(host_share, why, is_open=True),
+        share_reason=share_reason(host_share, why),
         measures_share=False,
     )
 
 
-def share_reason(host_share: float, why: str, *, is_open: bool = False) -> Reason:
+def share_reason(host_share: float, why: str) -> str:
     """Why `host_share` of each partition steps on the host."""
-    return Reason(f"offload_optimizer.ratio = {host_share:.4g}", why, is_open)
+    return f"offload_optimizer.ratio = {host_share:.4g}: {why}"

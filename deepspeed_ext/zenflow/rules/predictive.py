@@ -38,7 +38,7 @@ from deepspeed_ext.zenflow.rules.guard import (
     blocks_per_sample,
     drawn,
 )
-from deepspeed_ext.zenflow.rules.saved import PredictivePartitionValues
+from deepspeed_ext.zenflow.rules.saved import PartitionValues
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import Schedule, State, StepPlan, UpdateRule
@@ -176,7 +176,7 @@ class PredictiveRule(UpdateRule):
         states: state of each partition, in order.
     """
 
-    position, values = PredictiveState, PredictivePartitionValues
+    position, values = PredictiveState, PartitionValues
     schedule: PredictiveSchedule
 
     def __init__(
@@ -381,7 +381,7 @@ class PredictiveRule(UpdateRule):
             for state in self.states
         ]
 
-    def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
+    def restore(self, partitions: Sequence[PartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             state.last, state.errors = saved.last, saved.errors
             if saved.inverse is not None:

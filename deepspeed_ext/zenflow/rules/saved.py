@@ -20,7 +20,6 @@ __all__ = [
     "AdamState",
     "FLOATS",
     "PartitionValues",
-    "PredictivePartitionValues",
     "SelectivePartitionValues",
     "Tensors",
     "recorrect",
@@ -36,13 +35,16 @@ Tensors = Iterator[tuple[str, torch.Tensor, int, Sequence[torch.dtype]]]
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionValues:
-    """The part of a partition's saved state that both rules have.
+    """A partition's saved state under the predictive rule.
 
     Attributes:
         numel: its number of elements.
         on_accelerator: how many of them, at its start, step on the accelerator; the other values
             leave them out.
         updates: its number of updates; None: the run's.
+        last: constants of the newest gradient that was handed over.
+        errors: errors of the newest probe, if the guard has not judged it yet.
+        inverse: what the estimate needs (`OptimizerKind.known`).
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
@@ -50,6 +52,9 @@ class PartitionValues:
     numel: int
     on_accelerator: int
     updates: int | None = None
+    last: Any = None
+    errors: PredictionErrors | None = None
+    inverse: torch.Tensor | None = None
 
     @property
     def on_host(self) -> int:
@@ -61,9 +66,10 @@ class PartitionValues:
 
         Args:
             layout: the state of the optimizer that saved it.
-            block_size: elements of a block.
         """
-        return iter(())
+        if self.inverse is not None:
+            numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
+            yield "inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),)
 
     @property
     def is_behind(self) -> bool:
@@ -85,33 +91,12 @@ class PartitionValues:
         skipped = max(0, self.on_accelerator - begin)
         parts = [array[skipped:] for array in state]
         if self.is_behind and parts[0].numel():
-            begin += skipped - self.on_accelerator
-            self.apply_collected(parts, block_size, begin, layout)
+            self.apply_collected(parts, block_size, begin + skipped - self.on_accelerator, layout)
 
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int, layout: StateLayout
     ) -> None:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictivePartitionValues(PartitionValues):
-    """State of one partition.
-
-    Attributes:
-        last: constants of the newest gradient that was handed over.
-        errors: errors of the newest probe, if the guard has not judged it yet.
-        inverse: what the estimate needs (`OptimizerKind.known`).
-    """
-
-    last: Any = None
-    errors: PredictionErrors | None = None
-    inverse: torch.Tensor | None = None
-
-    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
-        if self.inverse is not None:
-            numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
-            yield "inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),)
 
 
 def rows_of(flat: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -110,7 +110,7 @@ class FirstSteps:
     def _note_alone(self, host: HostOptimizer) -> None:
         """A synchronous step has ended: note its pass, and set the threads of the next one."""
         if self._steps > SETTLING_STEPS:
-            self._passes.append(self._metrics.worker_seconds)
+            self._passes.append(self._metrics.newest["worker"])
             self._alone = self._metrics.typical_step()
         coming = probed_threads(self._counts)[len(self._passes) :]
         if coming and host.rule.schedule.plan().waits_last:

@@ -50,7 +50,7 @@ class LandingBuffer:
         buffer = allocation.accelerator_empty(nbytes, torch.uint8, device)
         self.gradient = buffer[buffer.numel() - numel * gradient.itemsize :].view(gradient)
         self.published, self.means = buffer[: numel * published.itemsize].view(published), None
-        if plan.kinds.per_block:
+        if plan.lifts_per_block:
             blocks, width = -(-numel // plan.rule.block_size), plan.rule.per_block_width
             size = (blocks,) if width == 1 else (blocks, width)
             self.means = torch.empty(

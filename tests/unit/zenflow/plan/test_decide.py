@@ -68,17 +68,15 @@ def test_the_reason_of_a_share_says_who_has_chosen_it(
 ) -> None:
     facts = facts_of(one_rank(1 << 20, 1 << 30), **changes)
     plan = decide(facts, ZenFlowConfig(**config), ratio="auto" if asks and share is None else share)
-    (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
-    assert why in reason.why
+    assert why in plan.share_reason
 
 
 @pytest.mark.parametrize(("free", "why"), [(1 << 24, "were free"), (0, "have none for the rest")])
 def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str) -> None:
     rank = replace(one_rank(1 << 20, free), host_free=(("memory", 1 << 23),))
     plan = decide(facts_of(rank), ZenFlowConfig(), ratio=None)
-    (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
-    assert "a host has no memory for all of it" in reason.why
-    assert why in reason.why
+    assert "a host has no memory for all of it" in plan.share_reason
+    assert why in plan.share_reason
 
 
 @pytest.mark.parametrize(
@@ -387,7 +385,7 @@ def test_all_ranks_decide_alike_and_always_the_same(
     assert plans[0] == plans[-1]
     assert len({repr(plan.decisions) for plan in plans}) == 1
     assert len({plan.reasons for plan in plans}) == 1
-    assert all(str(reason) for reason in plans[0].reasons)
+    assert all(plans[0].reasons)
 
 
 @given(runs_of())

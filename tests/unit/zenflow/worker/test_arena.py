@@ -18,7 +18,7 @@ from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker import arena as arena_module
 from deepspeed_ext.zenflow.worker.arena import Arena
-from tests.support.arenas import arena_kinds
+from tests.support.arenas import arena_of
 from tests.support.resident import resident_bytes
 
 PAGE, MIB = 4096, 1 << 20
@@ -62,8 +62,7 @@ def test_arrays_that_are_read_together_begin_apart(
 ) -> None:
     """Else the heads of equally long arrays of a power of two elements compete for cache sets and
     memory banks."""
-    kinds = arena_kinds(ring, published=publish_dtype)
-    specs = [kinds.of(i, numel) for i in range(partitions)]
+    specs = [arena_of(numel, ring, partition=i, published=publish_dtype) for i in range(partitions)]
     places = plan_layout([spec for partition in specs for spec in partition]).by_key()
     for partition in specs:
         big = [places[spec.key].offset for spec in partition if spec.nbytes >= MIB]
@@ -114,7 +113,7 @@ def test_host_bytes_per_parameter() -> None:
         ("float32", 1, 18.125),
         ("bfloat16", 7, 26.125),
     ):
-        layout = plan_layout(arena_kinds(slots, published=publish_dtype).of(0, n))
+        layout = plan_layout(arena_of(n, slots, published=publish_dtype))
         arena = Arena.create(layout)
         assert resident_bytes(arena) == 0
         for spec, _ in layout.arrays:
@@ -130,8 +129,8 @@ def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(
     publish_dtype: str, grad_dtype: str
 ) -> None:
     """Otherwise it has one array of its own, for every slot, which overlaps no gradient."""
-    kinds = arena_kinds(3, published=publish_dtype, gradient=grad_dtype)
-    layout = plan_layout([*kinds.of(0, 100), *kinds.of(1, 50)])
+    how: Any = {"published": publish_dtype, "gradient": grad_dtype}
+    layout = plan_layout([*arena_of(100, 3, **how), *arena_of(50, 3, partition=1, **how)])
     arena, pages = Arena.create(layout), layout.page_bytes()
     replaces = getattr(torch, publish_dtype).itemsize == getattr(torch, grad_dtype).itemsize
     for index, slot in itertools.product(range(2), range(3)):
