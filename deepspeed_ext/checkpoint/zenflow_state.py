@@ -30,7 +30,6 @@ from deepspeed_ext.zenflow.rules import RULES
 from deepspeed_ext.zenflow.rules.saved import FLOATS, PartitionValues
 from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.rule import State
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -67,7 +66,7 @@ class SavedState:
     rule: Literal["predictive", "selective"]
     kernel: str
     block_size: int
-    schedule: State
+    schedule: Any
     optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.rules import guard
+from deepspeed_ext.zenflow.rules import predictive
 from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 from deepspeed_ext.zenflow.step.rule import StepPlan
@@ -37,7 +37,10 @@ __all__ = [
 @contextmanager
 def probing(every: int, calm: int) -> Iterator[None]:
     """A guard that probes every `every` steps, and stays synchronous for `calm` probes at first."""
-    with patch.object(guard, "PROBE_EVERY", every), patch.object(guard, "CALM_PROBES", calm):
+    with (
+        patch.object(predictive, "PROBE_EVERY", every),
+        patch.object(predictive, "CALM_PROBES", calm),
+    ):
         yield
 
 

@@ -12,6 +12,16 @@ Example with one warm-up step; ``>`` hands over, ``<`` waits for what was handed
     step        1           2           3
     weights     exact       predicted   predicted
     worker      > <         >           < >
+
+The guard is a circuit breaker, a state machine over the outcomes::
+
+    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second
+                  such error in a row makes steps synchronous; a single one, as at a loss spike,
+                  does not.
+    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a
+                  row make steps overlap again, on trial: an error that arises only from the
+                  feedback of predicted weights does not show here. Each time steps become
+                  synchronous again, they stay so twice as long.
 """
 
 from __future__ import annotations
@@ -31,31 +41,100 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import slots_at
-from deepspeed_ext.zenflow.rules.guard import (
-    GuardState,
-    PredictionErrors,
-    Sample,
-    blocks_per_sample,
-    drawn,
-)
+from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample, blocks_per_sample, drawn
 from deepspeed_ext.zenflow.rules.saved import PartitionValues
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import Schedule, State, StepPlan, UpdateRule
+from deepspeed_ext.zenflow.step.rule import Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = ["PredictionState", "PredictiveRule", "PredictiveSchedule", "PredictiveState"]
+__all__ = [
+    "CALM_PROBES",
+    "GuardState",
+    "PROBE_EVERY",
+    "PredictionState",
+    "PredictiveRule",
+    "PredictiveSchedule",
+    "PredictiveState",
+    "STRIKES",
+]
 
 _WARM_UP_STEPS = 10
 """Synchronous steps at the start, while the moments have seen too few gradients to predict from:
 the measured need (docs/results.md)."""
 
 
-@dataclass(frozen=True)
-class PredictiveState(State):
-    """The position in the schedule."""
+PROBE_EVERY = 20
+"""Optimizer steps from one probe to the next."""
+STRIKES = 2
+"""Number of successive probes above the allowed error after which steps become synchronous."""
+CALM_PROBES = 10
+"""Number of successive probes with a small error after which steps overlap again, the first
+time."""
+CALM_EXCESS = 0.75
+"""An error is small up to this fraction of the allowed one."""
+_MOST_DOUBLINGS = 6
 
+
+@dataclass(frozen=True)
+class GuardState:
+    """The state of the guard, the same on every rank.
+
+    Attributes:
+        synchronous: whether every step waits for its own update.
+        trips: how often steps have become synchronous.
+        streak: number of latest successive probes that speak for changing `synchronous`.
+        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over
+            is.
+        probed: whether the newest hand-over is probed and not judged yet.
+    """
+
+    synchronous: bool = False
+    trips: int = 0
+    streak: int = 0
+    steps_to_probe: int = 0
+    probed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next hand-over is probed."""
+        return self.steps_to_probe == 0
+
+    def handed_over(self, probed: bool) -> GuardState:
+        """The state after a step's gradient was handed over."""
+        left = PROBE_EVERY if probed else self.steps_to_probe
+        return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
+
+    def judged(self, excess: float) -> GuardState:
+        """The state once the errors of the newest hand-over are known.
+
+        Args:
+            excess: the largest of all ranks and partitions; NaN counts as too large.
+        """
+        speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
+        streak = self.streak + 1 if speaks_for_change else 0
+        if streak >= self._needed:
+            return GuardState(not self.synchronous, self.trips + (not self.synchronous))
+        suspicious = streak > 0 and not self.synchronous
+        return replace(
+            self,
+            streak=streak,
+            probed=False,
+            steps_to_probe=0 if suspicious else self.steps_to_probe,
+        )
+
+    @property
+    def _needed(self) -> int:
+        return CALM_PROBES << min(self.trips - 1, _MOST_DOUBLINGS) if self.synchronous else STRIKES
+
+
+@dataclass(frozen=True)
+class PredictiveState:
+    """The position in the schedule; see `Schedule.state`."""
+
+    steps: int = 0
+    written: int = 0
     is_ahead: bool = False
     """Whether the worker has published the extrapolated y and the per-block array, which overlapped
     steps need."""
@@ -199,7 +278,8 @@ class PredictiveRule(UpdateRule):
         )
         super().__init__(plan, schedule, partitions, link, kind)
         self.states = [PredictionState() for _ in partitions]
-        self._settings, self._ranks = settings, ranks
+        self._overlaps, self._ranks = settings.overlapped, ranks
+        self._width = settings.per_block_width
         self._errors = PredictionErrors(math.nan, math.nan, math.nan)
 
     # -- one optimizer step ------------------------------------------------------------------------
@@ -253,7 +333,7 @@ class PredictiveRule(UpdateRule):
     ) -> None:
         """Predict the weights of elements of a partition: whole blocks, or up to its end."""
         assert known is not None, "the schedule begins with a synchronous step"
-        size, width = self.block_size, self._settings.per_block_width
+        size, width = self.block_size, self._width
         of_span = known[span.begin // size * width : -(-span.end // size) * width]
         self._kind.predict(of_span, weights, y, grad, step, size)
 
@@ -353,7 +433,7 @@ class PredictiveRule(UpdateRule):
             "rounding_error": errors.of_an_update(errors.rounding),
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
-            "exact": float(not self._settings.overlapped),
+            "exact": float(not self._overlaps),
         }
         return {name: value for name, value in figures.items() if not math.isnan(value)}
 

@@ -48,7 +48,7 @@ from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.rules.saved import SelectivePartitionValues, recorrect, rows_of
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import Schedule, State, StepPlan, UpdateRule
+from deepspeed_ext.zenflow.step.rule import Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
@@ -77,9 +77,11 @@ class SelectivePlan(StepPlan):
 
 
 @dataclass(frozen=True)
-class SelectiveState(State):
-    """The position in the schedule."""
+class SelectiveState:
+    """The position in the schedule; see `Schedule.state`."""
 
+    steps: int = 0
+    written: int = 0
     collected: int = 0
     """Gradients of the interval so far."""
     is_in_flight: bool = False

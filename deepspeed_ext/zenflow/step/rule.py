@@ -26,7 +26,7 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["Schedule", "State", "StepPlan", "UpdateRule"]
+__all__ = ["Schedule", "StepPlan", "UpdateRule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +58,13 @@ class StepPlan:
         return self.wait is Wait.STEP and not self.predicts
 
 
-@dataclass(frozen=True)
-class State:
-    """The position in a schedule."""
-
-    steps: int = 0
-    """Optimizer steps so far; overflowed steps do not count."""
-    written: int = 0
-    """Gradients handed over so far."""
-
-
 class Schedule(ABC):
     """Advances step by step: `plan` describes the coming step, `advance` records that it was
     carried out.
 
     Attributes:
-        state: the position.
+        state: the position, a frozen dataclass: `steps`, optimizer steps so far, without overflowed
+            ones; `written`, gradients handed over so far; and what the rule adds.
         ring: number of slots that gradients take in turn.
     """
 

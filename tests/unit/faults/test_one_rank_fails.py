@@ -161,7 +161,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/rule.py:StepPlan",
         "zenflow/rules/predictive.py:PredictiveSt",
         "zenflow/rules/predictive.py:PredictiveSchedule",
-        "zenflow/rules/guard.py:GuardState",
+        "zenflow/rules/predictive.py:GuardState",
         "zenflow/rules/selective.py:SelectivePlan",
         "zenflow/rules/selective.py:SelectiveSt",
         "zenflow/rules/selective.py:SelectiveSchedule",

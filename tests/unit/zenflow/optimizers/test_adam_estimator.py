@@ -234,9 +234,8 @@ def test_parts_of_whole_blocks_are_predicted_as_the_whole(cuts: tuple[int, ...])
     """Chunks of a partition are predicted as they arrive; the last block is shorter."""
     block, (grad, published) = 4, torch.randn(2, 18)
     known, step = inverses(replace(STEP, step=7), torch.rand(5) + 0.1), replace(STEP, step=8)
-    settings = SimpleNamespace(per_block_width=1)
     kind = AdamKind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
-    rule: Any = SimpleNamespace(block_size=block, _settings=settings, _kind=kind)
+    rule: Any = SimpleNamespace(block_size=block, _width=1, _kind=kind)
     expected, found = torch.empty(18), torch.empty(18)
     predict(expected, published, grad, known, 1.0, effect_of(step, 8), block)
     for span in itertools.starmap(Span, itertools.pairwise(cuts)):
