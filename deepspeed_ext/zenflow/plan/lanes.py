@@ -34,24 +34,10 @@ from deepspeed_ext.zenflow.plan.places import Copies, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["Lanes", "Speeds", "Traffic", "lanes_of", "traffic_of"]
+__all__ = ["Lanes", "Traffic", "lanes_of", "traffic_of"]
 
 _NUMEL = 1 << 20
 """Elements of a model partition from which bytes per element are derived."""
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Speeds of one rank, in bytes per second.
-
-    Attributes:
-        link: speed between its accelerator and its host, each way, both ways at once.
-        host: what its passes move in the host's memory while copies run beside them; reads and
-            writes count alike. So the bytes of copies do not count against it.
-    """
-
-    link: float
-    host: float
 
 
 @dataclass(frozen=True)
@@ -109,30 +95,36 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
     return Traffic(gradient, y + means, gradient + 2 * state + y + means, gradient + state + y)
 
 
-def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
+def lanes_of(plan: ZenFlowPlan, link: float, host: float) -> Lanes:
     """How long the chain takes, and how much of it a step can hide.
 
     With landing buffers all of it can be hidden, without them only the pass. If the host predicts
     weights that stay there, its estimate is exposed, which reads gradients and y and writes
     weights. Those for an accelerator arrive as peeked ones do, hidden behind the forward alone.
+
+    Args:
+        link: bytes per second between an accelerator and its host, each way, both ways at once.
+        host: bytes per second that a rank's passes move in the host's memory while copies run
+            beside them; reads and writes count alike. So the bytes of copies do not count against
+            it.
     """
     moves, item = traffic_of(plan), DTYPE_BYTES[plan.dtypes.weights]
     numel = sum(each.on_host * each.times for each in plan.partitions)
-    down, up = moves.down * numel / speeds.link, moves.up * numel / speeds.link
-    host, transfer = moves.passed * numel / speeds.host, max(down, up)
+    down, up, sent = (nbytes * numel / link for nbytes in (moves.down, moves.up, item))
+    passed, transfer = moves.passed * numel / host, max(down, up)
     if plan.peeks:
-        return _peeked(plan, down, moves.peeked * numel / speeds.host, host, up, numel)
-    estimate = (moves.down + 2 * item) * numel / speeds.host
+        return _peeked(plan, down, moves.peeked * numel / host, passed, up, numel)
+    estimate = (moves.down + 2 * item) * numel / host
     if plan.predicts_in_chunks:
-        return _peeked(plan, down, estimate, host, item * numel / speeds.link, numel)
+        return _peeked(plan, down, estimate, passed, sent, numel)
     if not plan.rule.overlapped:
-        return Lanes(down, up, host, max(transfer, host), 0.0)
+        return Lanes(down, up, passed, max(transfer, passed), 0.0)
     if plan.copies is Copies.BESIDE_STEP:
-        return Lanes(down, up, host, 0.0, max(transfer, host))
+        return Lanes(down, up, passed, 0.0, max(transfer, passed))
     if plan.copies is Copies.INSIDE_STEP:
-        return Lanes(down, up, host, transfer, host)
-    sent = item * numel / speeds.link if plan.copies is Copies.WEIGHTS else 0.0
-    return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))
+        return Lanes(down, up, passed, transfer, passed)
+    sent = sent if plan.copies is Copies.WEIGHTS else 0.0
+    return Lanes(down, max(up, sent), passed, max(estimate, sent), max(down, passed))
 
 
 def _peeked(

@@ -26,7 +26,6 @@ The guard is a circuit breaker, a state machine over the outcomes::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -280,7 +279,7 @@ class PredictiveRule(UpdateRule):
         self.states = [PredictionState() for _ in partitions]
         self._overlaps, self._ranks = settings.overlapped, ranks
         self._width = settings.per_block_width
-        self._errors = PredictionErrors(math.nan, math.nan, math.nan)
+        self._figures: dict[str, float] = {}
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -379,9 +378,10 @@ class PredictiveRule(UpdateRule):
         for state in self.states:
             if state.sample is not None:  # else an interrupted call has measured it
                 state.errors, state.sample = state.sample.errors(), None
-        self._errors = reduce(
-            add, (state.errors for state in self.states if state.errors is not None)
-        )
+        errors = reduce(add, (state.errors for state in self.states if state.errors is not None))
+        if errors.update > 0.0:
+            relative = map(errors.of_an_update, (errors.prediction, errors.rounding))
+            self._figures = dict(zip(("prediction_error", "rounding_error"), relative, strict=True))
 
     def _judge(self) -> None:
         """Report the largest error of all partitions and ranks to the guard. A collective."""
@@ -427,15 +427,12 @@ class PredictiveRule(UpdateRule):
         return [] if state.known is None else [state.known]
 
     def measurements(self) -> dict[str, float]:
-        errors, guard = self._errors, self.schedule.state.guard
-        figures = {
-            "prediction_error": errors.of_an_update(errors.prediction),
-            "rounding_error": errors.of_an_update(errors.rounding),
+        guard = self.schedule.state.guard
+        return self._figures | {
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
             "exact": float(not self._overlaps),
         }
-        return {name: value for name, value in figures.items() if not math.isnan(value)}
 
     def write_back(self) -> None:
         self._measure()  # before p may be changed

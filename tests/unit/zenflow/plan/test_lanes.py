@@ -11,7 +11,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of, traffic_of
+from deepspeed_ext.zenflow.plan.lanes import Lanes, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from tests.support.schedules import Machine, exact
@@ -32,7 +32,7 @@ def plan_of(**config: Any) -> ZenFlowPlan:
 def lanes(plan: ZenFlowPlan, link: float, worker: float) -> Lanes:
     """On a machine that copies in `link` seconds each way and passes in `worker`."""
     moves = traffic_of(plan)
-    return lanes_of(plan, Speeds(moves.down * NUMEL / link, moves.passed * NUMEL / worker))
+    return lanes_of(plan, moves.down * NUMEL / link, moves.passed * NUMEL / worker)
 
 
 def peek_of(plan: ZenFlowPlan, worker: float) -> float:
