@@ -11,9 +11,15 @@ from deepspeed_ext.commands.memory.model import GIB, Machine, Model, Shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Setup, inexactness, name_of, ways
 from deepspeed_ext.zenflow.plan.held import Phase
-from deepspeed_ext.zenflow.plan.lanes import Lanes, lanes_of
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
+from deepspeed_ext.zenflow.plan.share import (
+    ChainTimes,
+    Lanes,
+    chosen_share,
+    lanes_of,
+    least_units,
+    with_host_share,
+)
 
 __all__ = [
     "Fit",

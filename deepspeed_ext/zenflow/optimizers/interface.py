@@ -202,9 +202,9 @@ class OptimizerKind(ABC):
             warns: see `launch.prepare`.
         """
         device, block_size, layout = weights[0].device, plan.rule.block_size, self.layout
-        names, step = plan.dtypes, self.step(0, 1, 1.0)
-        of_weights, published, gradient = (
-            getattr(torch, name) for name in (names.weights, names.published, names.gradient)
+        step, caller = self.step(0, 1, 1.0), plan.caller
+        of_weights, gradient = (
+            getattr(torch, name) for name in (caller.weights_dtype, caller.gradient_dtype)
         )
         blocks = max(1, _REHEARSED_NUMEL // block_size)
 
@@ -214,7 +214,7 @@ class OptimizerKind(ABC):
             return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
 
         def estimate(first: int) -> None:
-            w, y, g = (zeros(dtype, first) for dtype in (of_weights, published, gradient))
+            w, y, g = (zeros(dtype, first) for dtype in (of_weights, of_weights, gradient))
             width, dtype = layout.per_block_width(block_size), getattr(torch, layout.per_block[1])
             known = self.known(step, zeros(dtype, 0, blocks * width))
             self.predict(known, w, y, g, step, block_size)

@@ -15,7 +15,6 @@ __all__ = [
     "ArenaLayout",
     "ArrayKey",
     "ArraySpec",
-    "Dtypes",
     "PlacedArray",
     "plan_layout",
     "round_up",
@@ -129,51 +128,14 @@ class ArenaLayout:
     def page_bytes(self) -> Mapping[ArrayKey, int]:
         """Bytes of the pages of each array: the memory that it takes once all of it is touched. No
         page holds two arrays."""
-        return MappingProxyType({array.spec.key: _page_bytes(array) for array in self.arrays})
-
-
-def _page_bytes(array: PlacedArray) -> int:
-    first = array.offset // PAGE_BYTES * PAGE_BYTES
-    end = round_up(array.offset + array.spec.nbytes, PAGE_BYTES)
-    return end - first if array.spec.numel else 0
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Names of dtypes: keys of `DTYPE_BYTES`.
-
-    Attributes:
-        weights: dtype of the model's weights.
-        summed: dtype in which gradients of micro-steps are added up.
-        gradient: dtype in which they are handed over.
-        published: dtype of y.
-    """
-
-    weights: str
-    summed: str
-    gradient: str
-    published: str
-
-    @classmethod
-    def of(cls, weights: str, summed: str) -> Dtypes:
-        """The dtypes of a run. y has the weights' dtype.
-
-        Gradients are handed over in the weights' dtype, or for fp16 weights in that of their sums:
-        fp16 cannot represent gradients that were added up in fp32; bf16 has the range of fp32.
-        """
-        return cls(weights, summed, summed if weights == "float16" else weights, weights)
-
-    @property
-    def sums_apart(self) -> bool:
-        """Whether gradients are added up in another dtype than they are handed over in."""
-        return self.summed != self.gradient
-
-    @property
-    def y_replaces_gradient(self) -> bool:
-        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
-        Otherwise y of one element would overwrite gradients of others, which another thread may not
-        have read."""
-        return DTYPE_BYTES[self.published] == DTYPE_BYTES[self.gradient]
+        return MappingProxyType(
+            {
+                spec.key: round_up(offset % PAGE_BYTES + spec.nbytes, PAGE_BYTES)
+                if spec.numel
+                else 0
+                for spec, offset in self.arrays
+            }
+        )
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:

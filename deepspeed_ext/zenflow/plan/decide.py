@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.zenflow.plan.arrays import Dtypes
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import (
@@ -95,16 +94,14 @@ class _Planner:
     facts: ZenFlowFacts
     config: ZenFlowConfig
     rule: RuleSettings
-    dtypes: Dtypes
 
     @classmethod
     def of(
         cls, facts: ZenFlowFacts, config: ZenFlowConfig, steps_per_epoch: int | None = None
     ) -> _Planner:
         """The planner of a config."""
-        dtypes = Dtypes.of(facts.caller.weights_dtype, facts.caller.summed_dtype)
         layout = config.state_of(facts.layout)
-        return cls(facts, config, settings_of(config, layout, steps_per_epoch), dtypes)
+        return cls(facts, config, settings_of(config, layout, steps_per_epoch))
 
     def plan(self, ratio: Ratio) -> ZenFlowPlan:
         """Make all decisions, in order."""
@@ -137,7 +134,6 @@ class _Planner:
         )
         plan = ZenFlowPlan(
             rule=self.rule,
-            dtypes=self.dtypes,
             partitions=planned,
             places=places,
             host_share=host_share,
@@ -158,7 +154,7 @@ class _Planner:
         total = sum(each.on_host * each.times for each in plan.partitions)
         largest = max((each.on_host for each in plan.partitions), default=0)
         numel = min(plan.chunk_numel, largest)
-        is_read = self.rule.slots(plan.source) > 1 or not self.dtypes.y_replaces_gradient
+        is_read = self.rule.slots(plan.source) > 1 or not plan.caller.y_replaces_gradient
         is_beside = plan.copies is Copies.BESIDE_STEP and not is_read
         return numel if is_beside and SLOTS_OF_CHUNKS * numel < total else 0
 
@@ -303,7 +299,8 @@ class _Planner:
             f"{MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
         if tightest is not None:
-            sums = DTYPE_BYTES[self.dtypes.summed] if self.dtypes.sums_apart else 0
+            caller = self.facts.caller
+            sums = DTYPE_BYTES[caller.summed_dtype] if caller.sums_apart else 0
             short = self.host_shortage(_IN_BACKWARD, 1.0, sums)
             why = why if short is None else f"{why}; but a host is short: {short}"
         return tightest is not None and short is None, why
@@ -326,13 +323,14 @@ class _Planner:
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
         that DeepSpeed keeps, and the flat copy of one partition."""
-        names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
+        caller = self.facts.caller
+        names = caller.weights_dtype, caller.summed_dtype, caller.gradient_dtype
         weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
         largest = max((run.numel for run in partitions), default=0)
-        is_copied = self.facts.caller.partitions_weights or summed == weights
-        copied = summed * largest if is_copied else 0
+        copied = summed * largest if caller.partitions_weights or summed == weights else 0
         converted = handed_over * largest if handed_over != summed else 0
-        kept = summed * _total(partitions) * self.facts.caller.kept_partitions
+        # without that, a rank keeps other ranks' gradients, too, until they are reduced
+        kept = summed * _total(partitions) * (1 if caller.takes_gradients else caller.ranks)
         return kept + copied + converted
 
     def _later(self, partitions: Partitions) -> int:
@@ -378,7 +376,11 @@ class _Planner:
             sums: bytes per element of gradient sums that are on the host, too.
         """
         drafts = self.drafts(places, host_share)
-        needs = {shape: drafts[shape].bytes_at_start + sums * _total(shape) for shape in drafts}
+        needs = {
+            shape: sums * _total(shape)
+            + sum(spec.nbytes * plan.times_of(spec) for spec in plan.arena if spec.touched)
+            for shape, plan in drafts.items()
+        }
         by_limit: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.facts.ranks:
             for limit, free in rank.host_free:

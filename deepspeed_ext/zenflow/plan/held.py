@@ -69,10 +69,6 @@ class Memory(enum.Enum):
     def is_page_locked(self) -> bool:
         return self in (Memory.PAGE_LOCKED, Memory.LOCKED_ARENA)
 
-    @property
-    def is_in_arena(self) -> bool:
-        return self in (Memory.ARENA, Memory.LOCKED_ARENA)
-
 
 @dataclass(frozen=True)
 class Part:
@@ -230,7 +226,7 @@ class Held:
 
     @property
     def _item(self) -> int:
-        return DTYPE_BYTES[self.plan.dtypes.weights]
+        return DTYPE_BYTES[self.plan.caller.weights_dtype]
 
     @property
     def _numel(self) -> int:

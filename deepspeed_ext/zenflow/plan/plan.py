@@ -11,7 +11,6 @@ from deepspeed_ext.zenflow.plan.arrays import (
     OF_CHUNKS,
     ArenaLayout,
     ArraySpec,
-    Dtypes,
     plan_layout,
 )
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
@@ -56,7 +55,6 @@ class ZenFlowPlan:
 
     Attributes:
         rule: settings of the update rule.
-        dtypes: dtypes of weights, gradients and y.
         partitions: this rank's partitions.
         places: where their arrays are.
         host_share: fraction of each partition that steps on the host.
@@ -72,7 +70,6 @@ class ZenFlowPlan:
     """
 
     rule: RuleSettings
-    dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
     places: Places
     host_share: float
@@ -113,7 +110,7 @@ class ZenFlowPlan:
         """The decisions that must agree on all ranks: everything but the sizes of this rank's
         arrays."""
         share = self.host_share, self.measures_share
-        return (self.rule, self.dtypes, self.places, share, self.shortage, self.wait, self.peeks)
+        return (self.rule, self.places, share, self.shortage, self.wait, self.peeks)
 
     # -- the arena ---------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class ZenFlowPlan:
             before: elements before them, of the same partition of ZeRO, that step on the
                 accelerator; whole blocks.
         """
-        layout, size, dtypes = self.rule.layout, self.rule.block_size, self.dtypes
+        layout, size, caller = self.rule.layout, self.rule.block_size, self.caller
         blocks, width = -(-numel // size), self.rule.per_block_width
 
         def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
@@ -155,9 +152,9 @@ class ZenFlowPlan:
         ]
         shown = [kind for kind in layout.shown if kind not in layout.kinds]
         found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
-        if not dtypes.y_replaces_gradient:
+        if not caller.y_replaces_gradient:
             lifts = self.places.weights is Place.ACCELERATOR
-            found.append(spec("y", dtypes.published, exchanged=lifts))
+            found.append(spec("y", caller.weights_dtype, exchanged=lifts))
         if self.rule.estimates:
             of_block, lifts = blocks * width, self.lifts_per_block
             found.append(spec(*layout.per_block, of_block, exchanged=lifts, per_block=width))
@@ -166,8 +163,8 @@ class ZenFlowPlan:
 
     def _gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
         """A slot for a gradient, and for y in its place if that fits."""
-        y = self.dtypes.published if self.dtypes.y_replaces_gradient else None
-        dtype = self.dtypes.gradient
+        y = self.caller.weights_dtype if self.caller.y_replaces_gradient else None
+        dtype = self.caller.gradient_dtype
         return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
     @cached_property
@@ -189,16 +186,13 @@ class ZenFlowPlan:
             most = max((each.on_host for each in self.partitions), default=0)
             numel = min(self.chunk_numel, most)
             for slot in range(SLOTS_OF_CHUNKS):
-                yield ArraySpec("y", self.dtypes.published, numel, OF_CHUNKS, slot, exchanged=True)
+                yield ArraySpec(
+                    "y", self.caller.weights_dtype, numel, OF_CHUNKS, slot, exchanged=True
+                )
 
     def times_of(self, spec: ArraySpec) -> int:
         """How many arrays a spec of `arena` stands for."""
         return 1 if spec.partition == OF_CHUNKS else self.partitions[spec.partition].times
-
-    @property
-    def bytes_at_start(self) -> int:
-        """Bytes of the arena that the worker touches at start."""
-        return sum(spec.nbytes * self.times_of(spec) for spec in self.arena if spec.touched)
 
     @cached_property
     def layout(self) -> ArenaLayout:
@@ -218,7 +212,8 @@ class ZenFlowPlan:
         y, and the per-block array if the accelerator reads it."""
         if self.copies is not Copies.BESIDE_STEP:
             return 0
-        item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
+        dtypes = self.caller.gradient_dtype, self.caller.weights_dtype
+        item = max(DTYPE_BYTES[dtype] for dtype in dtypes)
         size, layout, of_block = self.rule.block_size, self.rule.layout, 0
         if self.lifts_per_block:
             of_block = self.rule.per_block_width * DTYPE_BYTES[layout.per_block[1]]

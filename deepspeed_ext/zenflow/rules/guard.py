@@ -151,11 +151,12 @@ class Sample:
         """The weights as the accelerator predicts them, 1-D [k]; to the bit if the worker's kernel
         is the reference."""
         kind, numel = self._kind, self.state[0].numel()
-        published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
+        published, weights = (
+            torch.empty(numel, dtype=self._weights_dtype, device="cpu") for _ in range(2)
+        )
         ahead = kind.ahead(self._last)
         per_block = kind.publish(ahead, self.state, self._block_size, published)
         known = kind.known(self._last, per_block)
-        weights = torch.empty(numel, dtype=self._weights_dtype, device="cpu")
         kind.predict(known, weights, published, self.newest, self.step, self._block_size)
         return weights
 

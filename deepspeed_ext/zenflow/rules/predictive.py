@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
-from operator import add
+from operator import add, itemgetter
 from typing import Any
 
 import torch
@@ -223,11 +223,6 @@ class PredictiveSchedule(Schedule):
         super().load_state_dict({**state, "guard": GuardState() if is_released else guard})
 
 
-_MOST_EXCESS = 1e6
-_SCORES_PER_EXCESS = 1000
-"""Ranks exchange an excess as an integer, in thousandths."""
-
-
 @dataclass
 class PredictionState:
     """State of the rule for one partition of n elements.
@@ -385,14 +380,13 @@ class PredictiveRule(UpdateRule):
 
     def _judge(self) -> None:
         """Report the largest error of all partitions and ranks to the guard. A collective."""
-        score, told = 0, ""
+        worst = 0.0, ""
         with self._link.deferring_errors():
-            score, told = self._worst()
-        score, owner = self._ranks.largest(score)
-        if not self.schedule.judge(score / _SCORES_PER_EXCESS):
+            worst = self._worst()
+        excess, told = max(self._ranks.gather_objects(worst), key=itemgetter(0))
+        if not self.schedule.judge(excess):
             return
         step, guard = self.schedule.state.steps, self.schedule.state.guard
-        told = self._ranks.broadcast(told, owner)
         if self._ranks.rank == 0 and guard.synchronous:
             logger.warning(
                 f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From "
@@ -406,19 +400,18 @@ class PredictiveRule(UpdateRule):
                 f"again at step {step}: {told}. Steps overlap"
             )
 
-    def _worst(self) -> tuple[int, str]:
-        """The largest error of this rank's partitions as a score, and in words."""
+    def _worst(self) -> tuple[float, str]:
+        """The largest excess of this rank's partitions, and the error in words."""
         measured = [
             (state.errors, index)
             for index, state in enumerate(self.states)
             if state.errors is not None
         ]
         if not measured:
-            return 0, ""
+            return 0.0, ""
         errors, index = max(measured, key=lambda each: each[0].excess(self._factor))
-        score = round(min(errors.excess(self._factor), _MOST_EXCESS) * _SCORES_PER_EXCESS)
         where = f"partition {index} of rank {self._ranks.global_rank(self._ranks.rank)}"
-        return score, f"{where} {errors.in_words(self._factor)}"
+        return errors.excess(self._factor), f"{where} {errors.in_words(self._factor)}"
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -58,7 +58,6 @@ class Partition:
         master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while
             an update is in flight.
         scales: scales of m and v, if they are codes, uint8 [ceil(n / block_size)].
-        publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
             that went into it. Empty if gradients and y pass through the host in chunks.
@@ -70,7 +69,6 @@ class Partition:
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    publish_dtype: torch.dtype
     grad_dtype: torch.dtype
     ring: list[torch.Tensor]
     places: Places
@@ -87,8 +85,7 @@ class Partition:
             master=arena.tensor("p", index),
             moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),
             scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
-            publish_dtype=getattr(torch, plan.dtypes.published),
-            grad_dtype=getattr(torch, plan.dtypes.gradient),
+            grad_dtype=getattr(torch, plan.caller.gradient_dtype),
             ring=[arena.tensor(*key) for key in arena.keys("g", index)],
             places=plan.places,
         )

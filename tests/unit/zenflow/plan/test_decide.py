@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
@@ -116,7 +116,7 @@ def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
 def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(
     weights: str, summed: str, expected: str
 ) -> None:
-    assert Dtypes.of(weights, summed).gradient == expected
+    assert Caller(weights, summed).gradient_dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -399,8 +399,8 @@ def test_every_byte_of_the_arena_belongs_to_something(
     plan = plan_of(facts, host_share=share, **section)
     layout, item = plan.rule.layout, {"float32": 4, "bfloat16": 2, "float16": 2}
     moment = {"float32": 4, "bfloat16": 2, "int8": 1}[layout.moment_dtype]
-    gradient = item[plan.dtypes.gradient]
-    apart = 0 if plan.dtypes.y_replaces_gradient else item[plan.dtypes.published]
+    gradient = item[plan.caller.gradient_dtype]
+    apart = 0 if plan.caller.y_replaces_gradient else item[plan.caller.weights_dtype]
     for index, each in enumerate(plan.partitions):
         arrays = [spec for spec in plan.arena if spec.partition == index]
         blocks, n = -(-each.on_host // plan.rule.block_size), each.on_host

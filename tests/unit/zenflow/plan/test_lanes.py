@@ -11,9 +11,9 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.lanes import Lanes, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.share import Lanes, lanes_of, traffic_of
 from tests.support.schedules import Machine, exact
 
 NUMEL, GIB = 1 << 31, 1 << 30

@@ -365,9 +365,7 @@ def test_errors_are_distances_from_what_the_worker_has_computed(
 def test_a_sample_of_lion_predicts_by_the_formula_of_its_estimate() -> None:
     generator = torch.Generator().manual_seed(1)
     p, m, grad = (torch.randn(2 * BLOCK, generator=generator) for _ in range(3))
-    partition: Any = SimpleNamespace(
-        master=p, moments=(m,), scales=(), ring=(), index=0, publish_dtype=torch.float32
-    )
+    partition: Any = SimpleNamespace(master=p, moments=(m,), scales=(), ring=(), index=0)
     partition.weights = lambda: torch.empty(0)
     step = LionStep(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.5, step=2, grad_scale=1.0)
     kind = LionKind(torch.optim.SGD([torch.zeros(1)]))
