@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import thread_counts
+from deepspeed_ext.zenflow.plan.times import thread_counts
 from deepspeed_ext.zenflow.rules import RULES
 from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.heads import Heads

@@ -17,7 +17,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
+from deepspeed_ext.zenflow.plan.times import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 from deepspeed_ext.zenflow.step import first_steps
 

@@ -12,7 +12,7 @@ from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Setup, inexactness, name_of, ways
 from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.plan.share import (
+from deepspeed_ext.zenflow.plan.times import (
     ChainTimes,
     Lanes,
     chosen_share,

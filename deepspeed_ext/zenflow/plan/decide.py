@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.log import counted
+from deepspeed_ext.zenflow.plan import times
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import (
@@ -26,13 +27,6 @@ from deepspeed_ext.zenflow.plan.places import (
 )
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleSettings, settings_of
-from deepspeed_ext.zenflow.plan.share import (
-    MEASURED_STEPS,
-    UNITS,
-    accelerator_bytes,
-    least_units,
-    share_reason,
-)
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["decide"]
@@ -61,7 +55,7 @@ def decide(
     Args:
         config: the ``zenflow`` section.
         ratio: the fraction of each partition that steps on the host. "auto": all of it until steps
-            are measured (`plan.share`), or as little as the accelerators' free memory allows if the
+            are measured (`plan.times`), or as little as the accelerators' free memory allows if the
             rule has no steps to measure, `autotune` is off or a host is too small. None: 1, unless
             a share is harmless (`_Planner.may_share`).
         steps_per_epoch: optimizer steps per epoch; None: unknown.
@@ -121,7 +115,7 @@ class _Planner:
             self.draft(self.facts.mine.partitions, places, share.on_host),
             measures_share=share.is_measured,
             shortage=shortage,
-            share_reason=share_reason(share.on_host, share.why),
+            share_reason=times.share_reason(share.on_host, share.why),
             other_reasons=(of_gradients, of_copies),
         )
 
@@ -216,7 +210,7 @@ class _Planner:
         is_short = self.host_shortage(_ON_ACCELERATOR, 1.0) is not None
         is_late = self.config.streams and self.facts.caller.partitions_weights  # none waits
         if self.config.autotune and not (self.rule.limits or is_late or is_short):
-            why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
+            why = f"until {times.MEASURED_STEPS} steps have been measured, the host steps all of it"
             return _Share(1.0, why, is_measured=True)
         on_host, room = self.share_that_fits()
         if ratio == "auto":
@@ -256,11 +250,11 @@ class _Planner:
                 round((rank.accelerator_total or 0) * fraction),
             )
             room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
-            return least_units(draft, room - accelerator_bytes(draft))
+            return times.least_units(draft, room - times.accelerator_bytes(draft))
 
         units, at = max((least(rank), at) for at, rank in enumerate(self.facts.ranks))
         rank = self.facts.ranks[at]
-        return units / UNITS, (
+        return units / times.UNITS, (
             f"of {rank.accelerator_total or 0:,} bytes of accelerator memory "
             f"{rank.accelerator_free or 0:,} were free, gradients will take "
             f"{self._later(rank.partitions):,}, and {fraction:.0%} stay free for activations "

@@ -64,7 +64,7 @@ class ZenFlowPlan:
         wait: what waits for weights that arrive by themselves.
         peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
         saves_beside: whether checkpoints are written beside training.
-        measures_share: whether the share is chosen after steps were measured (`plan.share`).
+        measures_share: whether the share is chosen after steps were measured (`plan.times`).
         shortage: why a host has too little memory; None: it fits, as far as is known.
         share_reason, other_reasons: each decision and why it was made, the same on every rank.
     """

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 
 from deepspeed_ext.runtime.timing import Stopwatch
-from deepspeed_ext.zenflow.plan.share import SETTLING_STEPS, MeasuredStep
+from deepspeed_ext.zenflow.plan.times import SETTLING_STEPS, MeasuredStep
 
 __all__ = ["Metrics"]
 

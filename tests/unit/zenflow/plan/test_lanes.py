@@ -13,7 +13,7 @@ from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import Lanes, lanes_of, traffic_of
+from deepspeed_ext.zenflow.plan.times import Lanes, lanes_of, traffic_of
 from tests.support.schedules import Machine, exact
 
 NUMEL, GIB = 1 << 31, 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.share import Limit, MeasuredStep, limit_line
+from deepspeed_ext.zenflow.plan.times import Limit, MeasuredStep, limit_line
 
 
 def step(device: float, inside: float, wait: float, worker: float, **rest: float) -> MeasuredStep:

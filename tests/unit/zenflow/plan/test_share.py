@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import (
+from deepspeed_ext.zenflow.plan.times import (
     UNITS,
     ChainTimes,
     MeasuredStep,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.runtime.timing import Stopwatch
-from deepspeed_ext.zenflow.plan.share import SETTLING_STEPS, MeasuredStep
+from deepspeed_ext.zenflow.plan.times import SETTLING_STEPS, MeasuredStep
 from deepspeed_ext.zenflow.step.metrics import Metrics
 
 
