@@ -163,7 +163,6 @@ def start_optimizer(
 
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:
-    """The worker's threads."""
     config = start.config
     placement = None if start.binding is None else start.binding.worker_placement
     if placement is not None:

@@ -46,7 +46,7 @@ class ArrayKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Describes one array of the arena."""
+    """One array of the arena."""
 
     kind: str
     dtype: str
@@ -70,7 +70,6 @@ class ArraySpec:
 
     @property
     def key(self) -> ArrayKey:
-        """Its key."""
         return ArrayKey(self.kind, self.partition, self.slot)
 
     @property
@@ -80,7 +79,6 @@ class ArraySpec:
 
     @property
     def before_bytes(self) -> int:
-        """The size in bytes of what lies before it."""
         return self.before * DTYPE_BYTES[self.dtype]
 
 
@@ -99,8 +97,7 @@ class ArenaLayout:
     nbytes: int
 
     def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
-        """The arrays by key. Every slot of the ring has a y: in its gradient's place, or the one
-        shared array."""
+        """Every slot of the ring has a y: in its gradient's place, or the one shared array."""
         found = {array.spec.key: array for array in self.arrays}
         for spec, offset in self.arrays:
             if spec.replaced_by is not None:

@@ -93,7 +93,6 @@ class _Planner:
     def of(
         cls, facts: ZenFlowFacts, config: ZenFlowConfig, steps_per_epoch: int | None = None
     ) -> _Planner:
-        """The planner of a config."""
         layout = config.state_of(facts.layout)
         return cls(facts, config, settings_of(config, layout, steps_per_epoch))
 

@@ -1,4 +1,4 @@
-"""Defines the plan of a run: a frozen value that everything is built from and steps consult."""
+"""Defines the plan of a run, which everything is built from and steps consult."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class PartitionPlan:
     """One partition of ZeRO, or some of equal size.
 
     Attributes:
-        numel: number of elements.
-        head: number of elements, at its start, that step on the accelerator.
+        head: how many of its `numel` elements, at its start, step on the accelerator.
         times: number of such partitions; above 1 only in a plan that nothing is built from.
     """
 
@@ -92,17 +91,14 @@ class ZenFlowPlan:
 
     @cached_property
     def copies(self) -> Copies:
-        """What crosses the link."""
         return self.places.copies
 
     @cached_property
     def source(self) -> Source:
-        """Where gradients come from."""
         return self.places.source
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Each decision and why it was made."""
         return (self.share_reason, *self.other_reasons)
 
     @property
@@ -196,7 +192,6 @@ class ZenFlowPlan:
 
     @cached_property
     def layout(self) -> ArenaLayout:
-        """The arena with all arrays in their places."""
         return plan_layout(self.arena)
 
     # -- the accelerator ---------------------------------------------------------------------------
@@ -229,5 +224,4 @@ class ZenFlowPlan:
 
     @property
     def has_heads(self) -> bool:
-        """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)

@@ -118,7 +118,7 @@ class RuleSettings:
 
     @property
     def per_block_width(self) -> int:
-        """Elements of the per-block array for one block."""
+        """See `StateLayout`."""
         return self.layout.per_block_width(self.block_size)
 
     def head_bytes(self, numel: int) -> int:
@@ -140,8 +140,8 @@ def slots_at(source: Source) -> int:
 
 @dataclass(frozen=True)
 class SelectiveSettings(RuleSettings):
-    """Settings of the selective rule, which runs Adam only. It collects the gradients of an
-    interval by itself and hands over their mean; the worker sees one gradient."""
+    """Settings of the selective rule, which collects the gradients of an interval by itself and
+    hands over their mean."""
 
     name = "selective"
     steps_beside_worker = True  # hot blocks

@@ -141,7 +141,7 @@ class PredictiveState:
 
 
 class PredictiveSchedule(Schedule):
-    """Advances through the steps.
+    """See `Schedule`.
 
     Args:
         overlap: False makes every step synchronous.
@@ -202,7 +202,6 @@ class PredictiveSchedule(Schedule):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no probe waits for its verdict."""
         return not self.wants_verdict
 
     def judge(self, excess: float) -> bool:
@@ -242,8 +241,7 @@ class PredictionState:
 
 
 class PredictiveRule(UpdateRule):
-    """Computes weights as y minus an estimate of what is in flight (see
-    `optimizers.adam`).
+    """Computes weights as y minus an estimate of what is in flight.
 
     Attributes:
         states: state of each partition, in order.

@@ -94,10 +94,9 @@ class SelectiveState:
 
 
 class SelectiveSchedule(Schedule):
-    """Advances through the steps. Settings may change between them.
+    """See `Schedule`. Settings may change between steps.
 
     Args:
-        settings: settings of the rule.
         source: where gradients come from.
     """
 
@@ -154,7 +153,7 @@ def recorrect(m: torch.Tensor, v: torch.Tensor, before: AdamStep, after: AdamSte
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePartitionValues(PartitionValues):
-    """State of one partition; see `SelectionState`."""
+    """See `SelectionState`."""
 
     hot_blocks: torch.Tensor | None = None
     mean: torch.Tensor | None = None

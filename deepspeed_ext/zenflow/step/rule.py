@@ -120,10 +120,6 @@ class UpdateRule:
     """Decides what a step does, and computes the weights that are not simply copied from the
     worker. `plan` is what the rule's schedule says of the step.
 
-    Args:
-        plan: the run's.
-        schedule: decides what each step does.
-
     Attributes:
         position, values: what a checkpoint holds: the type of the schedule's state, and that of
             each partition's.
@@ -196,7 +192,7 @@ class UpdateRule:
         return []
 
     def measurements(self) -> dict[str, float]:
-        """Metrics of the rule itself, by name."""
+        """The rule's own metrics, by name."""
         return {}
 
     # -- state -------------------------------------------------------------------------------------
