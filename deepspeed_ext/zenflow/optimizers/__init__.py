@@ -1,5 +1,4 @@
-"""The optimizers that ZenFlow can run: their state, step and estimate; and the class that runs the
-user's."""
+"""The optimizers that ZenFlow can run: their state, step and estimate."""
 
 from __future__ import annotations
 
