@@ -51,7 +51,6 @@ from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 __all__ = [
     "CALM_PROBES",
     "GuardState",
-    "PROBE_EVERY",
     "PredictionState",
     "PredictiveRule",
     "PredictiveSchedule",

@@ -11,7 +11,6 @@ machine, the run chooses by the same way, from its overlapped steps alone if no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import OutOfMemoryError
@@ -23,12 +22,10 @@ from deepspeed_ext.zenflow.plan import times
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import StepPlan
 from deepspeed_ext.zenflow.transfers.landing import landing_buffers
-
-if TYPE_CHECKING:
-    from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["FirstSteps", "move"]
 

@@ -9,6 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +19,6 @@ from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -46,7 +46,7 @@ class HostOptimizer:
         plan: plan of the current step; None between steps. Kept if an exception interrupts the
             step.
         is_offloaded: whether `offload` was called, and `reload` was not.
-        first_steps: may choose a better plan; None: the plan stays.
+        first_steps: `FirstSteps`, which may choose a better plan; None: the plan stays.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HostOptimizer:
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
-        self.first_steps: FirstSteps | None = None
+        self.first_steps: Any = None
         self._parked: Parked | None = None
         self._is_handed_over = False
         link.stream.weights = [each.weights for each in state.partitions]
