@@ -18,7 +18,7 @@ from deepspeed_ext.zenflow.kernels import predict
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind, effect_of, inverses, publish_ahead
 from deepspeed_ext.zenflow.rules.predictive import PredictiveRule, PredictiveSchedule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
+from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
 from deepspeed_ext.zenflow.worker.messages import Span
 from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass
 from tests.support.same import assert_same
