@@ -36,9 +36,15 @@ from deepspeed_ext.commands.memory.setup import (
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.held import Part, Phase, nbytes_of
-from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
+from deepspeed_ext.zenflow.plan.times import (
+    ChainTimes,
+    Lanes,
+    chosen_share,
+    lanes_of,
+    least_units,
+    with_host_share,
+)
 
 __all__ = [
     "Fit",
@@ -120,7 +126,7 @@ def lanes_on(plan: MemoryPlan) -> Lanes:
     on_host = setup.weights is Place.HOST
     fetched = 2 * setup.accumulation * on_host * item * numel / link
     if plan.zenflow is not None:
-        lanes = lanes_of(plan.zenflow, Speeds(link, machine.host_of_rank))
+        lanes = lanes_of(plan.zenflow, link, machine.host_of_rank)
         hides = plan.zenflow.rule.overlapped
         return replace(lanes, beside=max(lanes.beside, fetched)) if hides else lanes
     if not setup.offload:
@@ -519,6 +525,6 @@ def _way(fit: Fit) -> dict[str, Any]:
         "step_seconds": fit.seconds,
         "waits_seconds": fit.waits,
         "cost_in_loss": cost_of(fit.setup),
-        "reasons": [] if zenflow is None else [str(each) for each in zenflow.reasons],
+        "reasons": [] if zenflow is None else list(zenflow.reasons),
         "config": config_of(fit.setup, fit.plan.model.dtype),
     }
