@@ -325,8 +325,9 @@ def stray_thread() -> dict[str, Any]:
     os.sched_setaffinity(tid, binding.plan.optimizer)
     strayed = _masks()[tid]
     binding.refresh()
+    back = _masks()[tid]
     stop.set()
-    return {"strayed": strayed, "back": _masks()[tid], "plan": list(binding.plan.pytorch)}
+    return {"strayed": strayed, "back": back, "plan": list(binding.plan.pytorch)}
 
 
 def worker_process(cpus: list[int]) -> dict[str, Any]:
