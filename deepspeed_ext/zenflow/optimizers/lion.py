@@ -74,14 +74,14 @@ class LionKind(OptimizerKind):
         NaN."""
         size, grad_weight = estimate.block_size, step.grad_scale * (1.0 - step.beta1)
         rows = estimate.kept.view(-1, estimate.width)
-        for part in parts_of(grad.numel(), size, grad.device, 1):
-            known = part.of_blocks(rows, size)
+        for part, blocks, row in parts_of(grad.numel(), size, grad.device):
+            known = rows[blocks]
             lean = known[:, :1].view(torch.float32) * step.beta1
-            x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
-            x.add_(torch.where(_signs(known[:, 1:], part.row), -lean, lean))
+            x = grad[part].view(-1, row).to(torch.float32, copy=True).mul_(grad_weight)
+            x.add_(torch.where(_signs(known[:, 1:], row), -lean, lean))
             update = torch.full_like(x, -step.lr).masked_fill_(x < 0.0, step.lr)
-            y = part.of(published).to(grad.device, non_blocking=True)
-            part.of(weights).copy_(x.copy_(y).add_(update))
+            y = published[part].view(-1, row).to(grad.device, non_blocking=True)
+            weights[part].copy_(x.copy_(y).add_(update).view(-1))
 
 
 def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
