@@ -133,19 +133,9 @@ def plan_host(
     The result does not depend on the order of ``ranks`` or of the topology's cores.
 
     Args:
-        ranks: the host's ranks; their local ranks must differ.
+        ranks: the host's ranks; their local ranks differ, and each may use a CPU of the topology.
         request: what is asked for; by default nothing, with accelerators present.
-
-    Raises:
-        ValueError: a rank has no allowed CPU that is online.
     """
-    for rank in ranks:
-        if not rank.allowed & topology.cpus:
-            raise ValueError(
-                f"local rank {rank.local_rank}: none of its CPUs "
-                f"{format_cpulist(rank.allowed) or '(none)'} is "
-                f"online (online: {format_cpulist(topology.cpus)})"
-            )
     ordered = sorted(ranks, key=lambda rank: rank.local_rank)
     return _HostPlanner(topology, ordered, request or PlanRequest()).run()
 
