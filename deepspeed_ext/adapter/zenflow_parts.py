@@ -22,8 +22,7 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
-from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
-from deepspeed_ext.zenflow.step.partition import largest_block_apart, mixed
+from deepspeed_ext.zenflow.start import ZenFlowStart, largest_block_apart, mixed, start_optimizer
 
 __all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
 
@@ -233,7 +232,7 @@ def _begin_backward(zero: Any) -> None:
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:
     """Warn of replicated parameters that tensor-parallel ranks would predict differently; see
-    `copies`."""
+    `mixed`."""
     runs_of_all = partitions.runs()
     if found := [name for runs in runs_of_all for name in mixed(runs, block_size)]:
         warn_once(

@@ -12,8 +12,8 @@ A schedule is a state machine over plain values. Overflowed steps neither query 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -107,13 +107,9 @@ class Schedule(ABC):
         """Start over with synchronous steps."""
         self.state = type(self.state)()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values. A resumed run begins with the first slot."""
-        return {name: value for name, value in asdict(self.state).items() if name != "written"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.state = type(self.state)(**state)
+    def load(self, state: Any) -> None:
+        """Continue from a saved `state`, with the first slot."""
+        self.state = replace(state, written=0)
 
 
 class UpdateRule:

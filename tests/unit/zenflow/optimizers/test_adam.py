@@ -183,7 +183,7 @@ def test_parts_of_whole_blocks_are_predicted_as_the_whole(cuts: tuple[int, ...])
     assert torch.equal(found, expected)
 
 
-# -- what the worker takes over of the user's -------------------------------------------------------
+# -- what the worker takes over of the user's ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
