@@ -81,7 +81,7 @@ class ZenFlowStart:
     """What an engine passes to its ZenFlow optimizer.
 
     Attributes:
-        config: the ``zenflow`` section, from `with_timeout`.
+        config: from `with_timeout`.
         ranks: the ranks that the model is spread over. They agree on every choice that changes
             weights, and an error on one is raised on all.
         undo: receives the callback that stops the worker and frees the arena, in case the engine's

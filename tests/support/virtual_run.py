@@ -80,6 +80,9 @@ class _Ranks:
     def minimum(self, *values: int) -> tuple[int, ...]:
         return values
 
+    def all(self, flag: bool) -> bool:
+        return flag
+
     def gather_objects(self, mine: tuple[ChainTimes, int]) -> list[tuple[ChainTimes, int]]:
         times, units = mine
         slower = (replace(times, worker=times.worker * by) for by in self._slower)
