@@ -119,6 +119,11 @@ class RuleSettings:
         """See `StateLayout`."""
         return self.layout.per_block_width(self.block_size)
 
+    @property
+    def per_block_bytes(self) -> int:
+        """Its bytes for one block."""
+        return self.per_block_width * DTYPE_BYTES[self.layout.per_block[1]]
+
     def head_bytes(self, numel: int) -> int:
         """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
         moments in their own dtype, and a byte for each scale of codes."""
