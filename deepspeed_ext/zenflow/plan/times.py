@@ -160,10 +160,8 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
     """What a step moves: every gradient goes down; y, and what estimates are made from, come up. A
     pass reads and writes the state, reads the gradient and writes y, after a peek once more."""
     rule, size = plan.rule, plan.rule.block_size
-    state, means = (
-        rule.head_bytes(size) / size,
-        rule.per_block_bytes / size if rule.estimates else 0.0,
-    )
+    state = rule.head_bytes(size) / size
+    means = rule.per_block_bytes / size if rule.estimates else 0.0
     gradient, y = DTYPE_BYTES[plan.caller.gradient_dtype], DTYPE_BYTES[plan.caller.weights_dtype]
     return Traffic(gradient, y + means, gradient + 2 * state + y + means, gradient + state + y)
 
