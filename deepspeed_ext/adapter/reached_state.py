@@ -284,7 +284,7 @@ _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 
 class ReachedState:
     """Saves, loads and exports the state of one optimizer. In between, users reach the state by
-    `StateStore.handles`.
+    the handles of `StateStore`.
 
     Args:
         ranks: the data-parallel ranks.
@@ -343,7 +343,7 @@ class ReachedState:
         their usual keys, plus ZenFlow's state, valid until the next step or load."""
         self._host.state.drain(shows_moments=False)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
-        with self._host.state.handles.quiet():
+        with self._host.state.quiet():
             state = super_call()
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
@@ -373,7 +373,7 @@ class ReachedState:
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list, loads_optimizer)
         _require_same_position(saved, host.ranks)
-        with self._replaceable(), host.state.handles.quiet():
+        with self._replaceable(), host.state.quiet():
             super_call(
                 state_dict_list,
                 load_optimizer_states,
@@ -388,7 +388,10 @@ class ReachedState:
                     self._readiness.require_groups(
                         host.kind.optimizer.param_groups, checkpoint_folder
                     )
-                checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
+                counts = host.state.adopt()
+                # padding may be nonzero in a checkpoint
+                self._partitions.clear_padding([state.arrays for state in host.state.wholes])
+                host.state.replaced(counts)
                 exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
                 weights = saved.weights if exact and saved is not None else None
                 self._partitions.loaded(
@@ -400,7 +403,7 @@ class ReachedState:
                 state = state_dict_list[self._ranks.rank] or {}
                 self._scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._scale.state_dict()))
         if loads_optimizer and not exact:
-            with host.state.handles.quiet():
+            with host.state.quiet():
                 self._partitions.exchange_loaded()
 
     @contextmanager
@@ -410,13 +413,13 @@ class ReachedState:
         try:
             yield
         except BaseException:
-            self._host.state.handles.drop_changes()
+            self._host.state.bind()
             raise
 
     def take_from_weights(self, super_call: Callable[[], None]) -> None:
         """Let `super_call` set p to the weights, and start over from p. A collective."""
         self.drain_together()
-        with self._host.state.handles.quiet():
+        with self._host.state.quiet():
             super_call()
         self._host.state.replaced()
 

@@ -165,12 +165,12 @@ class ZenFlowParts:
             first: another check, made before.
 
         Raises:
-            StateError: on every rank, if any rank's changes cannot; see `ShownState.changes`.
+            StateError: on every rank, if any rank's changes cannot; see `StateStore.changes`.
         """
         with together(self.host.ranks, otherwise=None):
             first()
             if not self.host.link.failed:  # otherwise all ranks get its error
-                self.host.state.handles.changes()
+                self.host.state.changes()
 
     @property
     def moments(self) -> list[str]:

@@ -13,7 +13,7 @@ of ranks, before a load changes anything.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -30,14 +30,12 @@ from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
 from deepspeed_ext.zenflow.rules.saved import FLOATS, PartitionValues
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Observer
 from deepspeed_ext.zenflow.step.schedule import State
-from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "STATE_KEY",
     "SavedState",
-    "adopt_optimizer_state",
     "read_saved_state",
     "restore",
     "state_of",
@@ -232,23 +230,6 @@ def _chosen_threads(plan: Mapping[str, Any] | None) -> int | None:
     return threads if is_chosen else None
 
 
-def adopt_optimizer_state(
-    host: HostOptimizer,
-    clear_padding: Callable[[Sequence[Sequence[torch.Tensor]]], None],
-) -> None:
-    """Copy the moments and step counts that DeepSpeed has loaded into the user's optimizer to the
-    arena.
-
-    Args:
-        clear_padding: zeroes the padding of each partition's p and moments, which may be nonzero in
-            a checkpoint.
-    """
-    loaded = host.state.handles.loaded()
-    write(loaded)
-    clear_padding([state.arrays for state in host.state.wholes])
-    host.state.replaced([each.updates or 0 for each in loaded])
-
-
 def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     """Continue from a saved state; masters, moments and step count are already in place. A
     collective.
@@ -287,6 +268,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         )
     host.rule.schedule.load_state_dict(asdict(saved.schedule))
     host.state.counts = saved.counts
+    host.state.bind()
     host.rule.restore(saved.partitions)
     host.rule.resume()
     return True

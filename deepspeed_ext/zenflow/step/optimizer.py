@@ -192,12 +192,12 @@ class HostOptimizer:
             rule.schedule.advance(plan)
             with self.link.deferring_errors():
                 rule.end_step(plan)
-            self.state.counts = [count + 1 for count in self.state.counts]
             with self.link.deferring_errors():
                 self._metrics.note_link(self.link.stream.copying_seconds())
                 self._metrics.end_step(plan.waits_last)
-                self.state.handles.advance(self.state.counts)
-            self.plan, self.state.in_step = None, False
+            with self.link.deferring_errors():
+                self.state.end_step()
+            self.plan = None
             with self.link.deferring_errors():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still
                 # see a step.
@@ -332,5 +332,5 @@ class HostOptimizer:
         """Stop the worker, and free p and the moments; weights stay readable. Idempotent."""
         if self.link.home.is_here:
             self.link.complete()
-        self.state.handles.is_open = False
+        self.state.is_open = False
         self.link.close()
