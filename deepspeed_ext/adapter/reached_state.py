@@ -12,15 +12,14 @@ evaluation. That is a copy of the partitions and, at stages 1 and 2, a gather ea
 
 Note: [who evaluates]
 The change of weights is a collective, but at stages 1 and 2 a script may evaluate on one rank
-alone. So ranks first meet at the process group's store, where the first to write decides: all have
-come, or one has waited in vain. Then each evaluates with the weights it has.
+alone. So ranks first meet (`RankGroup.meet`). If not all come, each evaluates with the weights it
+has.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,8 +52,6 @@ from deepspeed_ext.zenflow.worker.messages import Span
 __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 
 LONGEST_MEETING_SECONDS = 30.0
-_PAUSE_SECONDS = 0.002
-_GO, _NO = b"go", b"no"
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
 _ROOM = 2
@@ -158,7 +155,7 @@ class Evaluation:
     Args:
         exact_weights: replaces the weights.
         readiness: knows how many backward passes there were.
-        ranks: number of ranks that must meet first; 1: forward is a collective anyway.
+        ranks: those that must meet first.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class Evaluation:
         host: HostOptimizer,
         exact_weights: ExactWeights,
         readiness: Readiness,
-        ranks: int,
+        ranks: RankGroup,
     ) -> None:
         self._host, self._exact_weights = host, exact_weights
         self._readiness, self._ranks = readiness, ranks
@@ -229,27 +226,16 @@ class Evaluation:
 
     def _all_meet(self) -> bool:
         """Whether all ranks evaluate now; see Note: [who evaluates]."""
-        if self._ranks == 1 or not self._meets:
-            return self._ranks == 1
-        store = torch.distributed.distributed_c10d._get_default_store()
-        name = f"deepspeed_ext evaluation {self._host.state.updates} {self._meetings}"
-        come, ends = store.add(f"{name} come", 1), time.monotonic() + LONGEST_MEETING_SECONDS
-        decision = _GO if come == self._ranks else b""
-        while not decision:
-            time.sleep(_PAUSE_SECONDS)
-            if store.check([name]):
-                decision = store.get(name)
-            elif time.monotonic() > ends:
-                decision = _NO
-        self._meets = store.compare_set(name, "", decision.decode()) == _GO
-        self._meetings += 1
-        if not self._meets:
-            warn_once(
-                f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation from "
-                "now on uses the weights that training uses, which anticipate the update in "
-                "flight, and waits for no rank. Evaluate "
-                "on every rank"
-            )
+        if self._meets:
+            what = f"evaluation {self._host.state.updates} {self._meetings}"
+            self._meets = self._ranks.meet(what, LONGEST_MEETING_SECONDS)
+            self._meetings += 1
+            if not self._meets:
+                warn_once(
+                    f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation "
+                    "from now on uses the weights that training uses, which anticipate the update "
+                    "in flight, and waits for no rank. Evaluate on every rank"
+                )
         return self._meets
 
 
@@ -310,7 +296,8 @@ class ReachedState:
         self._scale = scale
         self._readiness = readiness
         self.exact_weights = ExactWeights(host, partitions, partial(self.drain_together, False))
-        meeting = 1 if partitions.saved_weights is not None else host.ranks.size
+        # with sharded weights, forward is a collective anyway
+        meeting = host.ranks if partitions.saved_weights is None else RankGroup.alone()
         self.evaluation = Evaluation(host, self.exact_weights, readiness, meeting)
 
     @cached_property

@@ -57,7 +57,7 @@ def next_save(engine: JointCheckpointEngine) -> None:
 WAITS: dict[str, Callable[[JointCheckpointEngine], None]] = {
     "step": JointCheckpointEngine.finish_if_written,
     "save": next_save,
-    "destroy": partial(JointCheckpointEngine.finish, alone=True),
+    "destroy": partial(JointCheckpointEngine.finish, ends=True),
 }
 """What waits for a save, and completes it."""
 
@@ -84,7 +84,7 @@ def goes_wrong(
     except KeyboardInterrupt:
         try:
             WAITS[then](engine)
-            engine.finish(alone=True)
+            engine.finish(ends=True)
         except CheckpointError as error:
             told = str(error)
     found = load(ALONE, disks)
@@ -129,7 +129,7 @@ def test_a_wait_that_is_interrupted_at_any_line_loses_no_save(tmp_path: Path) ->
 def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path) -> None:
     """Before it ends the file is written only in part."""
     with patch.object(joint, "begin_writing", LateFuture):
-        engine, state = make_engine(ALONE, True, MODES[2])
+        engine, state = make_engine(ALONE, True, MODES[1])
         commit_save(engine, state.fill_(2), ALONE, Disks(tmp_path, False), "t")
         with patch.object(engine._state.link, "wait_for_writes", side_effect=KeyboardInterrupt):
             for wait in WAITS.values():
@@ -137,7 +137,7 @@ def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path)
                     with pytest.raises(KeyboardInterrupt):
                         wait(engine)
         assert not (tmp_path / "disk0" / "latest").exists()
-        engine.finish(alone=True)
+        engine.finish(ends=True)
         assert load(ALONE, Disks(tmp_path, False)) == {2}
 
 
