@@ -259,9 +259,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if self._folder is not None and self.continues:
             assert self._state is not None
             jobs, self._jobs = self._jobs, []
-            link, written = self._state.link, begin_writing(jobs)
-            now, waited = time.perf_counter(), link.write_wait_seconds
-            self._saving = _Saving(self._save_id, info, self._folder, written, link, now, waited)
+            written = begin_writing(jobs)
+            self._saving = _Saving(self._save_id, info, self._folder, written, self._state.link)
             self._folder, self._is_begun = None, False
             return True
         if self._folder is None:
@@ -432,8 +431,9 @@ class _Saving:
     folder: CheckpointFolder
     written: Future[None]
     link: WorkerLink
-    begin: float
-    waited: float
+
+    def __post_init__(self) -> None:
+        self.begin, self.waited = time.perf_counter(), self.link.write_wait_seconds
 
     def wait(self, kept: DeferredError) -> None:
         """Wait for this rank's files, and keep their error. The worker's timeout applies to each

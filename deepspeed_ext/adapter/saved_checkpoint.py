@@ -95,11 +95,11 @@ class SavedPartitions:
                 "without"
             )
         self.groups, states = base["param_groups"], base["state"]
-        self.group_of_flats = [
-            number for number, group in enumerate(self.groups) for _ in group["params"]
+        order = [
+            (number, each) for number, group in enumerate(self.groups) for each in group["params"]
         ]
-        order = [each for group in self.groups for each in group["params"]]
-        for master, index in zip(masters, order, strict=True):
+        self.group_of_flats = [number for number, _ in order]
+        for master, (_, index) in zip(masters, order, strict=True):
             values = states[index] if states else {}
             each = {name for name, value in values.items() if _is_per_element(name, value)}
             self.tensors.append(

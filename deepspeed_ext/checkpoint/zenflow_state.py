@@ -103,17 +103,11 @@ class SavedState:
                 f"{list(numels)}: resume with the same model, stage and number of ranks, or "
                 "convert to a universal checkpoint"
             )
-        weights = sizes if self.weights is None else [each.numel() for each in self.weights]
-        if weights != sizes:
-            raise CheckpointError(
-                f"the saved ZenFlow state does not fit: weights of {weights} elements for "
-                f"partitions of {sizes}: {LOAD_ANOTHER}"
-            )
-        layout = LAYOUTS[self.optimizer]
+        layout, weights = LAYOUTS[self.optimizer], self.weights
         for index, partition in enumerate(self.partitions):
             found = list(partition.tensors(layout, self.block_size))
-            if self.weights is not None:
-                found.append(("weights", self.weights[index], partition.numel, FLOATS))
+            if weights is not None:
+                found.append(("weights", weights[index], partition.numel, FLOATS))
             for name, tensor, numel, dtypes in found:
                 if tuple(tensor.shape) != (numel,) or tensor.dtype not in dtypes:
                     raise CheckpointError(

@@ -105,7 +105,6 @@ class StateStore:
         self._is_exposed = False
         # accesses of a step or of DeepSpeed's own code need no report
         self._is_quiet = False
-        self._group_count = len(kind.optimizer.param_groups)
         mine = weakref.ref(self)
         self.masters: list[Any] = [ShownTensor.of(whole.master, mine) for whole in wholes]
         self._shown = [
@@ -342,18 +341,13 @@ class StateStore:
         return values, counts
 
     def _require_masters(self) -> None:
-        ours, groups = set(map(id, self.masters)), self._kind.optimizer.param_groups
-        if len(groups) > self._group_count:
-            raise StateError(
-                "groups cannot be added to the optimizer after initialize: remove "
-                f"param_groups[{self._group_count}]"
-            )
-        for number, group in enumerate(groups):
+        ours = set(map(id, self.masters))
+        for number, group in enumerate(self._kind.optimizer.param_groups):
             if any(id(param) not in ours for param in group["params"]):
                 raise StateError(
-                    f"optimizer.param_groups[{number}]['params'] holds a tensor "
-                    "that is not the optimizer's: put back what was there, "
-                    "and write new values into it (tensor.data.copy_(...))"
+                    f"optimizer.param_groups[{number}]['params'] holds a tensor that is not the "
+                    "optimizer's: remove the group if it was added after initialize; otherwise put "
+                    "back what was there, and write new values into it (tensor.data.copy_(...))"
                 )
 
     def _changes_of(self, index: int, values: Values, loads: bool) -> int:

@@ -126,7 +126,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.commit",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.has_written",
-        "adapter/joint_checkpoint_engine.py:_Saving.__init__",
+        "adapter/joint_checkpoint_engine.py:_Saving.__post_init__",
     ),
     "pure, of values that are equal on all ranks": (
         "adapter/engine.py:Engine._require",
@@ -137,8 +137,7 @@ CANNOT_BE_AGREED_ON = {
         *(
             f"adapter/load.py:{name}"
             for name in (
-                *("Load.loading_model", "Load._joins", "Load.model_files", "_Reader.load"),
-                *("only_weights",),
+                *("Load.loading_model", "Load.model_files", "_Reader.load", "only_weights"),
             )
         ),
         "adapter/readiness.py:BackwardPass.",
