@@ -28,7 +28,6 @@ from deepspeed_ext.checkpoint.file import (
 )
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
-from deepspeed_ext.checkpoint.writer import begin_writing
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -259,7 +258,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if self._folder is not None and self.continues:
             assert self._state is not None
             jobs, self._jobs = self._jobs, []
-            written = begin_writing(jobs)
+            written = _begin_writing(jobs)
             self._saving = _Saving(self._save_id, info, self._folder, written, self._state.link)
             self._folder, self._is_begun = None, False
             return True
@@ -480,6 +479,40 @@ def _submit_arena(
         others += [hole] if found is None else []
         parts += found or []
     return [state.link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
+
+
+def _begin_writing(jobs: list[Callable[[], None]]) -> Future[None]:
+    """Call `jobs` in order, in a thread; return their result, or the first error.
+
+    Python's own executors are no alternative: at exit, Python waits for their threads before any
+    code could log or give up.
+
+    Args:
+        jobs: emptied, because they hold copies of tensors.
+    """
+    written: Future[None] = Future()
+    thread = threading.Thread(
+        target=_write_all, args=(jobs, written), name="deepspeed_ext-save", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:  # the interpreter's, for any cause
+        written.set_exception(
+            CheckpointError(f"{error}. To go on: allow this user more threads (ulimit -u)")
+        )
+    return written
+
+
+def _write_all(jobs: list[Callable[[], None]], written: Future[None]) -> None:
+    try:
+        while jobs:
+            jobs.pop(0)()
+    except Exception as error:
+        written.set_exception(error)
+    except BaseException as error:
+        written.set_exception(CheckpointError(one_line(error)))
+    else:
+        written.set_result(None)
 
 
 def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.checkpoint import writer
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
@@ -41,7 +40,7 @@ class LateFuture(Future[None]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            writer._write(self._jobs, self)
+            joint._write_all(self._jobs, self)
         return super().exception(timeout)
 
 
@@ -102,7 +101,7 @@ def look(folder: Path, draw: random.Random, count: int | None) -> None:
     ended, told = 0, []
     with (
         # it writes when it is waited for: the disk is slow
-        patch.object(joint, "begin_writing", LateFuture),
+        patch.object(joint, "_begin_writing", LateFuture),
         patch.object(LateFuture, "is_late", False),
     ):
         for waits in WAITS:
@@ -128,7 +127,7 @@ def test_a_wait_that_is_interrupted_at_any_line_loses_no_save(tmp_path: Path) ->
 
 def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path) -> None:
     """Before it ends the file is written only in part."""
-    with patch.object(joint, "begin_writing", LateFuture):
+    with patch.object(joint, "_begin_writing", LateFuture):
         engine, state = make_engine(ALONE, True, MODES[1])
         commit_save(engine, state.fill_(2), ALONE, Disks(tmp_path, False), "t")
         with patch.object(engine._state.link, "wait_for_writes", side_effect=KeyboardInterrupt):

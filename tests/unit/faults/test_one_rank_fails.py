@@ -112,7 +112,7 @@ CANNOT_BE_AGREED_ON = {
     ),
     "only keeps what fails inside of it": (
         "adapter/engine.py:Engine._take_model_step",
-        "checkpoint/writer.py:begin_writing",
+        "adapter/joint_checkpoint_engine.py:_begin_writing",
         "adapter/step.py:StepDriver.find_factor",
         "adapter/step.py:StepDriver.forget_gradients",
         "adapter/step.py:StepDriver.known_norms",
