@@ -36,7 +36,7 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
-from deepspeed_ext.checkpoint.file import SavedFile, reading, unmarked
+from deepspeed_ext.checkpoint.file import reading, unmarked
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
@@ -137,7 +137,14 @@ class Load:
         engine, saved, zenflow = self._engine, self._saved, self._zenflow
         loads_state = zenflow is not None and not self._weights_alone
         if engine.has_moe_layers and loads_state and saved.is_readable:
-            self._require_same_ranks(dist.get_world_size(group=engine.seq_data_parallel_group))
+            here = dist.get_world_size(group=engine.seq_data_parallel_group)
+            if saved.ranks != here:
+                raise CheckpointError(
+                    f"{saved.folder} was saved by {counted(saved.ranks, 'rank')}, and this run has "
+                    f"{here}: with expert groups, resume on the same number of ranks with the same "
+                    "ep_size, or convert to DeepSpeed's universal checkpoint. "
+                    "load_module_only=True loads the weights alone"
+                )
         if not self._can_reshard or not saved.is_readable:
             return None
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
@@ -194,17 +201,6 @@ class Load:
             return False
         return True
 
-    def _require_same_ranks(self, ranks: int) -> None:
-        """Raise if another number of ranks saved this checkpoint of experts."""
-        saved = self._saved
-        if saved.ranks != ranks:
-            raise CheckpointError(
-                f"{saved.folder} was saved by {counted(saved.ranks, 'rank')}, and this run has "
-                f"{ranks}: with expert groups, resume on the same number of ranks with the same "
-                "ep_size, or convert to DeepSpeed's universal checkpoint. load_module_only=True "
-                "loads the weights alone"
-            )
-
     def _prepare(self, target: Target) -> None:
         """Check all that this rank will read of a checkpoint of another layout, but for the values
         of large tensors. DeepSpeed will then load it as if this run had saved it."""
@@ -234,32 +230,30 @@ class Load:
         self.how["load_module_strict"] &= has_weights
 
     def _check_own_files(self, folder: str) -> None:
-        """Check the files that DeepSpeed will load on this rank."""
-        engine = self._engine
+        """Check the files that DeepSpeed will load on this rank, and what the run takes from the
+        optimizer's state: the parameter groups, the sizes of p and the moments, and ZenFlow's
+        state."""
+        engine, zenflow = self._engine, self._zenflow
         if not self._is_known:
             return
         path = engine._get_ckpt_name(folder, "")
         if self._can_reshard or os.path.exists(path):
             self._saved.open(path)
         # state on NVMe is copied: no file of the optimizer is loaded
-        if not (self._weights_alone or engine.zero_nvme_offload_optimizer()):
-            self._require_fitting(self._saved.open(engine._get_zero_ckpt_name(folder, "")))
-
-    def _require_fitting(self, file: SavedFile) -> None:
-        """Check what the run takes from this rank's optimizer state: the parameter groups, the
-        sizes of p and the moments, and ZenFlow's state."""
+        if self._weights_alone or engine.zero_nvme_offload_optimizer():
+            return
+        file = self._saved.open(engine._get_zero_ckpt_name(folder, ""))
         with reading(file.path):
             state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
             self._loads_state = STATE_KEY in state
-            if (zenflow := self._zenflow) is None:
-                return
-            own = SavedPartitions(file)
-            zenflow.readiness.require_groups(own.groups, file.path)
-            zenflow.state.require_continuable(own.saved)
-            numels = [each.master.numel() for each in zenflow.host.state.wholes]
-            behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
-            sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
-            own.require(zenflow.moments, sizes)
+            if zenflow is not None:
+                own = SavedPartitions(file)
+                zenflow.readiness.require_groups(own.groups, file.path)
+                zenflow.state.require_continuable(own.saved)
+                numels = [each.master.numel() for each in zenflow.host.state.wholes]
+                behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
+                sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
+                own.require(zenflow.moments, sizes)
 
     # -- while DeepSpeed reads ---------------------------------------------------------------------
 
@@ -345,7 +339,7 @@ class Load:
                     resharding.load_untrained(self._engine.module, strict=self._is_strict)
                 if self._weights_alone:
                     self._open_masters()
-                    resharding.load_masters()
+                    resharding.fill([{} for _ in resharding.target.masters])
             if self._weights_alone:
                 self.write_weights()
         # copied, because the user may keep these longer than the memory-mapped files

@@ -133,7 +133,7 @@ class Resharding:
             {name: self._in_use(master, name, dtype) for name, dtype in kinds.items()}
             for master in target.masters
         ]
-        self._fill(filled)
+        self.fill(filled)
         base = self._base_state(filled)
         scaler = {key: first.state[key] for key in SCALER if key in first.state}
         if target.is_sharded:
@@ -147,11 +147,6 @@ class Resharding:
             keys.DS_VERSION: deepspeed.__version__,
         }
 
-    def load_masters(self) -> None:
-        """Fill p of this rank's partitions; the optimizer's state is unchanged. Raises as
-        `state_dict`."""
-        self._fill([{} for _ in self.target.masters])
-
     def _in_use(self, master: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The optimizer's state tensor `name` of a flat tensor, 1-D: the one in use, or zeros."""
         found = self.target.optimizer.optimizer.state.get(master, {}).get(name)
@@ -159,8 +154,9 @@ class Resharding:
             return found.view(-1)
         return torch.zeros(master.numel(), dtype=dtype, device=master.device)
 
-    def _fill(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Copy p to the masters, and to `moments` of each flat tensor those of the same names."""
+    def fill(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Copy p to the masters, and to `moments` of each flat tensor those of the same names.
+        Raises as `state_dict`."""
         for source, here in self._copies:
             filled = {MASTER: self.target.masters[here.flat].data, **moments[here.flat]}
             for begin in range(source.begin, source.end, _CHUNK_NUMEL):
