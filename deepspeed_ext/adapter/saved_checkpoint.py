@@ -149,7 +149,7 @@ class SavedPartitions:
         Raises:
             CheckpointError: the file is damaged.
         """
-        self._file.require_sound()
+        _ = self._file.sound  # raises if it is damaged
         whole, saved = self.tensors[flat], self.saved
         if saved is None or not saved.partitions[flat].is_behind:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
