@@ -361,7 +361,7 @@ def go_through(
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every", "within"),
     [
-        ("step", 2, "predictive", 37, ""),
+        ("step", 2, "predictive", 23, ""),
         # ranks that select differently
         ("step", 2, "selective", 2, "zenflow/rules/selective.py:SelectiveRule._"),
         ("save", 2, "selective", 23, ""),
