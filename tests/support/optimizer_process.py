@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import psutil
@@ -36,7 +36,8 @@ def running(
     """An arena and its process, which is closed at the end; `changes` are fields of the plan."""
     plan = make_plan(numel, **changes)
     arena = Arena.create(plan.layout)
-    with OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds) as process:
+    process = OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds)
+    with closing(process):
         yield arena, process
 
 

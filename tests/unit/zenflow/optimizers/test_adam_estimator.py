@@ -17,7 +17,7 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses,
 from deepspeed_ext.zenflow.optimizers.interface import Estimate
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
+from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
 from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass
 from tests.support.same import assert_same
 
