@@ -7,7 +7,7 @@ array; on the CPU they also stay in a core's L2 cache. Each operation rounds onc
 differently on different devices. A 16-bit result is rounded once, when it is stored. So results
 depend neither on the chunks nor on the number of threads, and equal those of the device's kernels
 bitwise. The native pass of Adam fuses products and sums, so its last bits differ.
-Symbols are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
+Symbols are those of `deepspeed_ext.zenflow.optimizers.adam`.
 
 Estimates are *dithered* when they are stored in 16 bits: rounded up or down at random, so that the
 mean is right (Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less
