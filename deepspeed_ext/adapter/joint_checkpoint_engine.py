@@ -211,7 +211,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                     f"rank {self._ranks.rank}: training waits while a file is written: {error}"
                 )
             if self._state is not None and self._folder is not None:
-                self._state.decode()
+                self._state.drain(takes_over=False)
             super().save(content, path)
             holes = []
         if self._folder is not None and self._state is not None:

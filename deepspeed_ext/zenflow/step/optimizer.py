@@ -234,7 +234,14 @@ class HostOptimizer:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
             first: whether these parts come before all others from the coming step on.
         """
-        used = None if parts is None else self.state.on_host(parts)
+        heads, used = self.state.heads, None
+        if parts is not None:  # those that the rule steps, counted from its first
+            before = [0] * len(self.state.wholes) if heads is None else heads.numels
+            used = [
+                (index, Span(max(0, span.begin - before[index]), span.end - before[index]))
+                for index, span in parts
+                if span.end > before[index]
+            ]
         if first and used:
             self.link.stream.chunks.put_first(used)
         self.link.complete(used)

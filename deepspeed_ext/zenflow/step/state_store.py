@@ -37,7 +37,7 @@ A change without an exact meaning (another shape, a dtype that is not float, hal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,9 +142,9 @@ class StateStore:
             if shows and self.heads is not None:
                 self.heads.show()
         if shows and shows_moments:
-            self.decode()
+            self._moments.show()
         if takes_over:
-            self.take_over()
+            self._take_over()
 
     def read(self, index: int, span: Span) -> torch.Tensor:
         """p of some elements of a partition, 1-D fp32, on the host; after `drain`, valid until the
@@ -155,11 +155,6 @@ class StateStore:
             return values
         there = self.heads.tensors(index)[0].view(-1)[span.begin : span.end].to("cpu")
         return torch.cat([there, values[there.numel() :]])
-
-    def decode(self) -> None:
-        """Show moments that are codes in fp32, which take memory until a later step. The arena must
-        not be in use."""
-        self._moments.show()
 
     def expose(self, *, shows_moments: bool = True, takes_over: bool = True) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start
@@ -176,24 +171,8 @@ class StateStore:
         if self.link.failed:
             return False
         if takes_over:
-            self.take_over()
+            self._take_over()
         return True
-
-    def take_over(self) -> None:
-        """Take over what a user has changed, other than by writing in place, so that the next step
-        starts from it. Raises as `drain`."""
-        values, counts = self.changes()
-        if not values and counts == self.counts:
-            return
-        self.version += 1
-        self.drain(takes_over=False)
-        _write(values)
-        for partition, before, count in zip(self.partitions, self.counts, counts, strict=True):
-            if count != before:
-                self._rule.recounted(partition, count)
-        self.counts = counts
-        self._is_exposed = True
-        self.bind()
 
     def adopt(self) -> list[int]:
         """Copy the moments that DeepSpeed has loaded into the user's optimizer to the arena. A
@@ -247,19 +226,6 @@ class StateStore:
         return [
             FilePart(*(place + begin, part.nbytes, offset + begin, crc_offsets, begin > 0), codes)
             for begin, part in zip(range(0, values.nbytes, most), values.split(most), strict=True)
-        ]
-
-    def on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-        """Those elements that the rule steps, counted from its first.
-
-        Args:
-            parts: partitions, and spans of their elements.
-        """
-        heads = [0] * len(self.wholes) if self.heads is None else self.heads.numels
-        return [
-            (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
-            for index, span in parts
-            if span.end > heads[index]
         ]
 
     # -- handles -----------------------------------------------------------------------------------
@@ -389,7 +355,7 @@ class StateStore:
         """Begin a step, which starts from what users have changed. From now on codes are the state
         again. Errors are kept for the next wait of all ranks."""
         with self.link.deferring_errors():
-            self.take_over()
+            self._take_over()
         self.version += 1
         self._is_quiet = True
 
@@ -414,6 +380,24 @@ class StateStore:
         self.counts = [count + 1 for count in self.counts]
         self._is_quiet = False
         self._show_counts()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """Take over what a user has changed, other than by writing in place, so that the next step
+        starts from it. Raises as `drain`."""
+        values, counts = self.changes()
+        if not values and counts == self.counts:
+            return
+        self.version += 1
+        self.drain(takes_over=False)
+        _write(values)
+        for partition, before, count in zip(self.partitions, self.counts, counts, strict=True):
+            if count != before:
+                self._rule.recounted(partition, count)
+        self.counts = counts
+        self._is_exposed = True
+        self.bind()
 
     @torch.no_grad()
     def _take_back(self) -> None:
