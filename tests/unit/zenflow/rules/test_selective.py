@@ -120,7 +120,7 @@ def compare_with_simulation(
         Caller("float32", "float32"),
         ranks,
     )
-    optimizer.param_groups[0]["params"] = adam.state.handles.masters
+    optimizer.param_groups[0]["params"] = adam.state.masters
     simulated = Simulated(start, interval, overlapped=overlapped, every=every)
     found = []
     for number in range(steps):
