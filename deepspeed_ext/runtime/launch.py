@@ -118,7 +118,12 @@ def _launched(given: Mapping[str, str]) -> LaunchPlan | None:
         )
     else:
         return None
-    _, size, _, local_size = numbers
+    rank, size, local_rank, local_size = numbers
+    if not (local_rank <= rank < size and local_rank < local_size <= size):
+        raise ConfigError(
+            f"{launcher} numbers this process {rank} of {size}, and {local_rank} of "
+            f"{local_size} on its host, which cannot be: are variables of another job set?"
+        )
     wanted = dict(zip(NUMBERS, map(str, numbers), strict=True))
     wanted["MASTER_ADDR"] = address or ("127.0.0.1" if local_size == size else "")
     # a port that another job on the same host is unlikely to use

@@ -96,6 +96,8 @@ def test_values_set_by_hand_count() -> None:
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": ""}, "not started by srun"),
         ({**SRUN, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
+        ({**SRUN, "SLURM_LOCALID": "2"}, "2 of 2 on its host"),
+        ({**SRUN, "SLURM_PROCID": "7"}, "7 of 7"),
         ({**SRUN, "SLURM_PROCID": "five"}, "SLURM_PROCID='five': expected a whole number"),
         ({**SRUN, "SLURM_NODEID": "4"}, "SLURM_NODEID=4; start again"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3,1"}, "expected counts"),
