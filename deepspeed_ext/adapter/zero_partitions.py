@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +125,11 @@ class GroupPartitions:
     def _masters(self) -> list[Any]:
         return self._zero.single_partition_of_fp32_groups
 
+    @cached_property
+    def _ranks(self) -> list[int]:
+        """This rank's number in the group of each partition."""
+        return [dist.get_rank(group=group) for group in self._zero.real_dp_process_group]
+
     def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
         return swapped(Swap(self._zero, "single_partition_of_fp32_groups", receivers))
 
@@ -132,8 +138,7 @@ class GroupPartitions:
         return list(range(len(self._masters)))
 
     def weights(self, index: int) -> torch.Tensor:
-        rank = dist.get_rank(group=self._zero.real_dp_process_group[index])
-        return self._zero.parallel_partitioned_bit16_groups[index][rank].data
+        return self._zero.parallel_partitioned_bit16_groups[index][self._ranks[index]].data
 
     def trained(self) -> Iterator[Any]:
         return (param for group in self._zero.bit16_groups for param in group)
