@@ -58,9 +58,6 @@ def prepare_kernels(
     def zeros(dtype: torch.dtype, first: int = 0, numel: int = blocks * block_size) -> torch.Tensor:
         return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
 
-    def norm(dtype: torch.dtype) -> None:
-        launch.norms([zeros(dtype)])
-
     def estimate(first: int) -> None:
         w, y, g = (zeros(dtype, first) for dtype in (of_weights, published, gradient))
         width, dtype = layout.per_block_width(block_size), getattr(torch, layout.per_block[1])
@@ -75,7 +72,6 @@ def prepare_kernels(
 
     firsts = {0 if launch.is_aligned(block_size, [part]) else 1 for part in weights}
     calls: list[Callable[[], None]] = []
-    calls += [partial(norm, dtype) for dtype in {of_weights, gradient}]
     if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
         calls += [partial(step_rows, first) for first in firsts]
     if plan.computes_there and plan.rule.estimates:

@@ -1,14 +1,12 @@
 """Runs the arithmetic of a step on flat arrays: if possible as one Triton kernel or, for weights
 that the host computes, as one pass of the native library, otherwise by its definition.
 
-All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
-addition), so ranks, steps and resumed runs may use different ones.
+All give bitwise the same result, so ranks, steps and resumed runs may use different ones.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -25,14 +23,11 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
 
 __all__ = [
-    "NORM_PART",
-    "NORM_SUM",
     "OPTIONS",
     "Variant",
     "adam_step",
     "is_aligned",
     "missing",
-    "norms",
     "predict",
     "prepare",
     "serves",
@@ -52,8 +47,6 @@ _TILE_NUMEL = {"predict": 2048, "adam_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads the elements of an unaligned tile one by one: more of them only cost registers and
 compile time."""
-NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
-NORM_SUM = {"TILE": 256}
 
 _variants: set[Variant] = set()
 _given_up: dict[str, str] = {}
@@ -116,36 +109,25 @@ def is_aligned(block_size: int, arrays: Sequence[torch.Tensor]) -> bool:
 def _run(
     kernel: str,
     arrays: Sequence[torch.Tensor],
-    rest: Sequence[Any],
-    programs: int,
-    constants: dict[str, Any],
-    written: Sequence[torch.Tensor],
-) -> None:
-    """Launch a kernel on the current stream, and tell autograd what it writes."""
-    device = arrays[0].device
-    module = _found(device.type)
-    _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
-    with get_accelerator().device(device.index):
-        getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
-    for array in written:
-        torch.autograd.graph.increment_version(array)
-
-
-def _run_on_blocks(
-    kernel: str,
-    arrays: Sequence[torch.Tensor],
     per_block: Sequence[torch.Tensor],
     numbers: Sequence[float],
     block_size: int,
     written: Sequence[torch.Tensor],
 ) -> None:
-    """Launch an elementwise kernel on `arrays`, 1-D [n]."""
-    n = arrays[0].numel()
+    """Launch a kernel on `arrays`, 1-D [n], on the current stream, and tell autograd what it
+    writes."""
+    n, device = arrays[0].numel(), arrays[0].device
     if n == 0:
         return
     constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays))
     programs = max(1, -(-(n // block_size) // constants["ROWS"]))
-    _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
+    every = [*arrays, *per_block]
+    _variants.add((kernel, tuple(a.dtype for a in every), tuple(constants.items())))
+    with get_accelerator().device(device.index):
+        run = getattr(_found(device.type), kernel)[(programs,)]
+        run(*every, n, *numbers, **constants, **OPTIONS)
+    for array in written:
+        torch.autograd.graph.increment_version(array)
 
 
 def predict(
@@ -160,7 +142,7 @@ def predict(
     """See `definition.predict`."""
     arrays, numbers = (weights, published, grad), (grad_scale, coefficient)
     if serves(block_size, *arrays, inverse):
-        _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
+        _run("predict", arrays, [inverse], numbers, block_size, [weights])
         return
     run = host.predict if host.serves(*arrays, inverse) else definition.predict
     run(*arrays, inverse, *numbers, block_size)
@@ -188,32 +170,7 @@ def adam_step(
     numbers = (rounding_key(step.step), *scales_of_step, *betas, step.eps, step.l2, step.decay)
     of_blocks = scales or flat[1:3]  # which are not read as scales
     written = [*flat[:3], flat[-1], *scales]
-    _run_on_blocks("adam_step", flat, of_blocks, numbers, block_size, written)
-
-
-def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of many tensors, with sums in fp64, in two launches: the first reads the tensors
-    once, the second adds the sums of their parts.
-
-    Args:
-        tensors: contiguous and not empty, of any shapes, of one dtype and on one device; `serves`
-            must be true for them.
-
-    Returns:
-        1-D fp64 [len(tensors)], on the device.
-    """
-    device, count, part = tensors[0].device, len(tensors), NORM_PART["PART"]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    lengths = [tensor.numel() for tensor in tensors]
-    *firsts, programs = itertools.accumulate((-(-n // part) for n in lengths), initial=0)
-    table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64, device="cpu")
-    table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
-    sums = torch.empty(programs, dtype=torch.float64, device=device)
-    found = torch.empty(count, dtype=torch.float64, device=device)
-    like = tensors[0].detach()
-    _run("sums_of_squares", [sums, *table, like], [count], programs, NORM_PART, [])
-    _run("norms", [found, sums, table[2]], [count, programs], count, NORM_SUM, [])
-    return found
+    _run("adam_step", flat, of_blocks, numbers, block_size, written)
 
 
 def prepare(
