@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.gather_hooks import LateWeights
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.step import StepsInProcess
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
@@ -74,6 +74,11 @@ class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
             )
             self.reset_cpu_buffers()
         self._late_weights: LateWeights | None = None
+        if self.host_optimizer.decided.wait is Wait.FORWARD:
+            places, prefetches = self._partitions.places(), Prefetches(self)
+            self._late_weights = LateWeights(
+                self.host_optimizer, places, prefetches, self.persistent_parameters
+            )
 
     def _create_fp32_partitions(self) -> None:
         """Let DeepSpeed make masters without memory: the arena's p comes from the weights."""
@@ -248,23 +253,17 @@ class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        kept: list[Swap] = []
-        if self.host_optimizer.decided.wait is Wait.FORWARD:
-            if self._late_weights is None:
-                places, prefetches = self._partitions.places(), Prefetches(self)
-                self._late_weights = LateWeights(
-                    self.host_optimizer, places, prefetches, self.persistent_parameters
-                )
-            # gathered below, when they are on their way
-            kept = [Swap(self, "persistent_parameters", [])]
-        self._step(partial(super().step, closure), *kept)
+        late, persistent = self._late_weights, self.persistent_parameters
+        # late ones are gathered below, when they are on their way
+        kept = Swap(self, "persistent_parameters", [] if late else persistent)
+        self._step(partial(super().step, closure), kept)
         with self.host_optimizer.link.deferring_errors():
             self._partitions.order_gathers()
-            if self._late_weights is not None:
-                self._late_weights.choose_prefetches()
-        if kept and self.persistent_parameters and not self.overflow:
+            if late is not None:
+                late.choose_prefetches()
+        if late is not None and persistent and not self.overflow:
             # scripts and modules read them without a gather
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+            persistent[0].all_gather(persistent)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply

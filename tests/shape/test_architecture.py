@@ -74,7 +74,7 @@ def test_a_circle_would_be_found() -> None:
     [
         ("from deepspeed_ext.zenflow.step import rule", ["zenflow.step.rule"]),
         ("from deepspeed_ext.zenflow.step.rule import UpdateRule", ["zenflow.step.rule"]),
-        ("from deepspeed_ext.adapter import enable, engine", ["adapter.enable", "adapter.engine"]),
+        ("from deepspeed_ext.adapter import load, engine", ["adapter.load", "adapter.engine"]),
         ("import deepspeed_ext.runtime.proc", ["runtime.proc"]),
         ("def f():\n    from deepspeed_ext.runtime import memory", ["runtime.memory"]),
         ("import torch", []),

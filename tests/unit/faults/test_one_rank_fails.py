@@ -36,7 +36,9 @@ SECONDS = 10.0
 
 CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
-        "adapter/enable.py:",
+        "adapter/engine.py:enable",
+        "adapter/engine.py:initialize",
+        "adapter/engine.py:_swaps",
         "adapter/contract.py:",
         "adapter/upstream.py:check",
         "adapter/upstream.py:entry_swaps",
@@ -99,7 +101,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective.py:SelectiveRule.write_weights",
         "adapter/reshard.py:Target.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
-        "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
+        "adapter/zero_partitions.py:ZeroPartitions.exchange_loaded",
     ),
     "cannot fail, and is around code with collectives": (
         "runtime/timing.py:in_profile",
@@ -107,7 +109,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:swapped",
         "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
-        "adapter/late_weights.py:",  # looks parameters up
+        "adapter/gather_hooks.py:LateWeights",  # looks parameters up
+        "adapter/gather_hooks.py:complete_weights_of",
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
