@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.step import StepsInProcess
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -24,7 +23,7 @@ from deepspeed_ext.adapter.upstream import (
     pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zenflow_parts import StepsInProcess, ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import GroupPartitions
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError

@@ -12,7 +12,6 @@ import torch
 
 from deepspeed_ext.adapter.gather_hooks import LateWeights
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.step import StepsInProcess
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -23,7 +22,7 @@ from deepspeed_ext.adapter.upstream import (
     norm_shows_overflow,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zenflow_parts import StepsInProcess, ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.staging import NoMasters

@@ -37,9 +37,8 @@ If gradients are on the host before the step, DeepSpeed follows its CPU-offload 
 ``reset_cpu_buffers`` at the end of the step or of an overflow; neither
 ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
 
-The ZeRO subclasses forward these calls to a `StepDriver`; `StepsInProcess` has what is the same at
-all stages. An exception that leaves one of them is recorded (`readiness`); the engine then rejects
-calls that need complete state.
+The ZeRO subclasses forward these calls to a `StepDriver`. An exception that leaves one of them is
+recorded (`readiness`); the engine then rejects calls that need complete state.
 """
 
 from __future__ import annotations
@@ -48,21 +47,17 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, known_norm_tensors, norm_tensors
-from deepspeed_ext.adapter.readiness import Work
-from deepspeed_ext.adapter.upstream import Swap, ZeROOptimizer, norm_dtype, swapped
+from deepspeed_ext.adapter.upstream import norm_dtype
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-if TYPE_CHECKING:
-    from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
-
-__all__ = ["AutocastScale", "GradientReceiver", "StepDriver", "StepPhase", "StepsInProcess"]
+__all__ = ["AutocastScale", "GradientReceiver", "StepDriver", "StepPhase"]
 
 
 class AutocastScale:
@@ -298,64 +293,3 @@ class StepDriver:
     def slots(self) -> list[torch.Tensor]:
         """Each partition's gradient of the next step, on the host."""
         return list(map(self._host.coming_slot, range(len(self.receivers))))
-
-
-class StepsInProcess(ZeROOptimizer):
-    """What the subclasses of DeepSpeed's ZeRO optimizers forward to `ZenFlowParts` at every stage.
-
-    Attributes:
-        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
-    """
-
-    zenflow_parts: ZenFlowParts
-
-    def _begin(self, parts: ZenFlowParts) -> None:
-        """Forward to `parts` from now on."""
-        self.zenflow_parts = parts
-        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
-        self._backward_hook_state = parts.backward_pass
-
-    @property
-    def _host_gradients(self) -> HostGradients | None:
-        return self.zenflow_parts.driver.gradients
-
-    def reset_cpu_buffers(self) -> None:
-        super().reset_cpu_buffers()
-        self.zenflow_parts.driver.forget_gradients()
-
-    def _step(self, super_call: Callable[[], None], *swaps: Swap) -> None:
-        """Step, with `swaps` for DeepSpeed's."""
-        parts = self.zenflow_parts
-        with parts.readiness.recording(Work.STEP), swapped(*swaps):
-            parts.driver.run(super_call, lambda: self.overflow)
-            parts.readiness.took_gradients()
-
-    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
-        """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
-        if norm_type == 2:
-            gradients = self.zenflow_parts.driver.norms(gradients, params)
-        return super().get_grad_norm_direct(gradients, params, norm_type)
-
-    def _optimizer_step(self, index: int) -> None:
-        self.zenflow_parts.driver.take(index)
-
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
-        return self.zenflow_parts.state.saved(super().state_dict)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
-        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
-
-    def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
-
-    def measurements(self) -> dict[str, float]:
-        """Metrics for a training log, by name; units are in the names."""
-        return self.host_optimizer.measurements()
-
-    def destroy(self) -> None:
-        try:
-            super().destroy()
-        finally:
-            self.host_optimizer.close()

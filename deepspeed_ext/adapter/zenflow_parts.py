@@ -14,10 +14,17 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.readiness import BackwardPass, Readiness, Work
 from deepspeed_ext.adapter.step import AutocastScale, StepDriver
-from deepspeed_ext.adapter.upstream import OffloadStateTypeEnum, later_groups
+from deepspeed_ext.adapter.upstream import (
+    OffloadStateTypeEnum,
+    Swap,
+    ZeROOptimizer,
+    later_groups,
+    swapped,
+)
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
@@ -25,7 +32,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.partition import largest_block_apart, mixed
 
-__all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
+__all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "StepsInProcess", "ZenFlowParts", "zenflow_of"]
 
 
 HAS_ENDED, CALLS_ANOTHER, GOES_ON = range(3)
@@ -215,6 +222,67 @@ class ZenFlowParts:
         if OffloadStateTypeEnum.optim_states in wanted:
             self.host.offload(pins=pins)
         return wanted - {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+
+
+class StepsInProcess(ZeROOptimizer):
+    """What the subclasses of DeepSpeed's ZeRO optimizers forward to `ZenFlowParts` at every stage.
+
+    Attributes:
+        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
+    """
+
+    zenflow_parts: ZenFlowParts
+
+    def _begin(self, parts: ZenFlowParts) -> None:
+        """Forward to `parts` from now on."""
+        self.zenflow_parts = parts
+        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
+        self._backward_hook_state = parts.backward_pass
+
+    @property
+    def _host_gradients(self) -> HostGradients | None:
+        return self.zenflow_parts.driver.gradients
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self.zenflow_parts.driver.forget_gradients()
+
+    def _step(self, super_call: Callable[[], None], *swaps: Swap) -> None:
+        """Step, with `swaps` for DeepSpeed's."""
+        parts = self.zenflow_parts
+        with parts.readiness.recording(Work.STEP), swapped(*swaps):
+            parts.driver.run(super_call, lambda: self.overflow)
+            parts.readiness.took_gradients()
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
+        if norm_type == 2:
+            gradients = self.zenflow_parts.driver.norms(gradients, params)
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_parts.driver.take(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
+        return self.zenflow_parts.state.saved(super().state_dict)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
+        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
+
+    def measurements(self) -> dict[str, float]:
+        """Metrics for a training log, by name; units are in the names."""
+        return self.host_optimizer.measurements()
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.host_optimizer.close()
 
 
 def zenflow_of(optimizer: Any) -> ZenFlowParts | None:
