@@ -136,7 +136,7 @@ class ZenFlowParts:
         weights = partitions.weights
         self.partitions = partitions
         self.host = host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks)
-        if start.run.config.overlapped:
+        if start.config.overlapped:
             _warn_of_mixed_blocks(partitions, host.rule.block_size)
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
@@ -144,7 +144,7 @@ class ZenFlowParts:
         self.backward_pass = BackwardPass(partial(_begin_backward, zero))
         self.readiness = Readiness(
             host,
-            start.run.config,
+            start.config,
             self.backward_pass,
             offloaded=lambda: zero.offloaded_states,
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,

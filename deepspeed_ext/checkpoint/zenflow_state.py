@@ -25,11 +25,11 @@ from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, logger, one_line
 from deepspeed_ext.runtime.proc import host_id
-from deepspeed_ext.zenflow.built_parts import SAVED
-from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
+from deepspeed_ext.zenflow.optimizers import LAYOUTS
+from deepspeed_ext.zenflow.rules import RULES
 from deepspeed_ext.zenflow.rules.saved import FLOATS, PartitionValues
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Observer
-from deepspeed_ext.zenflow.step.schedule import State
+from deepspeed_ext.zenflow.step.first_steps import FirstSteps
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -66,7 +66,7 @@ class SavedState:
     rule: Literal["predictive", "selective"]
     kernel: str
     block_size: int
-    schedule: State
+    schedule: Any
     optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int
@@ -127,7 +127,7 @@ class SavedState:
 
 _READER = TypeAdapter(SavedState)
 _READERS: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    rule: (TypeAdapter(state), TypeAdapter(values)) for rule, (state, values) in SAVED.items()
+    name: (TypeAdapter(rule.position), TypeAdapter(rule.values)) for name, rule in RULES.items()
 }
 
 
@@ -188,7 +188,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
     layout = host.kind.layout
     return {
         "version": _VERSION,
-        "rule": host.rule.name,
+        "rule": host.decided.rule.name,
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
         "schedule": host.rule.schedule.state_dict(),
@@ -215,7 +215,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
     }
 
 
-def _plan_of(first_steps: Observer) -> dict[str, Any]:
+def _plan_of(first_steps: FirstSteps) -> dict[str, Any]:
     """The threads of the optimizer process, and whether they and the share on the accelerator were
     chosen from measured steps on this machine, named by its boot id."""
     is_chosen = first_steps.is_chosen
@@ -311,8 +311,8 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     """The setting that keeps the run from continuing bitwise because it changed; None: nothing
     does."""
     rule, partitions = host.rule, saved.partitions
-    if saved.rule != rule.name:
-        return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
+    if saved.rule != (name := host.decided.rule.name):
+        return f"zenflow.update_rule ({saved.rule} in the checkpoint, {name} now)"
     if saved.block_size != rule.block_size:
         return (
             f"the block size of zenflow ({saved.block_size} "

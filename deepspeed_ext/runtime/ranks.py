@@ -129,16 +129,6 @@ class RankGroup:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return tuple(tensor.tolist())
 
-    def largest(self, value: int) -> tuple[int, int]:
-        """Return the largest of the ranks' values, and the lowest rank that has it. A collective.
-
-        Args:
-            value: not negative; times the number of ranks, it fits into 63 bits.
-        """
-        found = self.minimum(self.rank - value * self.size)[0]
-        owner = found % self.size
-        return (owner - found) // self.size, owner
-
     def all(self, flag: bool) -> bool:
         """Whether `flag` is true on every rank. A collective."""
         return bool(self.minimum(int(flag))[0])

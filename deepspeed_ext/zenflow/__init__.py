@@ -33,7 +33,7 @@ the hot blocks.
 
 Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are
 handed over in the accumulation dtype, which is fp32 when gradients are accumulated (see
-`plan.arrays.Dtypes`).
+`plan.facts.Caller`).
 
 The predictive rule adds:
 

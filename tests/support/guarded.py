@@ -13,9 +13,10 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.rules import guard
+from deepspeed_ext.zenflow.rules import predictive
 from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample
-from deepspeed_ext.zenflow.rules.predictive import PredictivePlan, PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.step.rule import StepPlan
 from tests.support.compare import allow_fp16
 from tests.support.log import heard
 from tests.support.models import SteepRegression, batches
@@ -36,7 +37,10 @@ __all__ = [
 @contextmanager
 def probing(every: int, calm: int) -> Iterator[None]:
     """A guard that probes every `every` steps, and stays synchronous for `calm` probes at first."""
-    with patch.object(guard, "PROBE_EVERY", every), patch.object(guard, "CALM_PROBES", calm):
+    with (
+        patch.object(predictive, "PROBE_EVERY", every),
+        patch.object(predictive, "CALM_PROBES", calm),
+    ):
         yield
 
 
@@ -161,7 +165,7 @@ def run_guarded(
         run.probes += 1
         return measure(sample)
 
-    def advance(schedule: PredictiveSchedule, plan: PredictivePlan) -> None:
+    def advance(schedule: PredictiveSchedule, plan: StepPlan) -> None:
         run.sources.append("predicted" if plan.predicts else "exact")
         advance_as_usual(schedule, plan)
 

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import first_steps
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
+from deepspeed_ext.zenflow.plan.times import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.step import first_steps
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
 
@@ -117,7 +117,7 @@ class VirtualRun:
             state=SimpleNamespace(expose=lambda **_: True),
         )
         self.metrics: Any = SimpleNamespace(
-            typical_step=self._typical_step, begin_anew=self._steps.clear, worker_seconds=math.nan
+            typical_step=self._typical_step, begin_anew=self._steps.clear, newest={}
         )
         self.first_steps = first_steps.FirstSteps(
             self.metrics,
@@ -166,7 +166,7 @@ class VirtualRun:
                 beside = self.machine.beside(self._threads, self.share)
                 if self.plans and plan.waits_last is not self._waited:
                     self._steps.clear()
-                self._waited, self.metrics.worker_seconds = plan.waits_last, passed
+                self._waited, self.metrics.newest["worker"] = plan.waits_last, passed
                 whole = self.machine.step(self._threads, self.share)
                 there = self.machine.there * (1.0 - self.share)
                 device = self.machine.device if plan.waits_last else beside

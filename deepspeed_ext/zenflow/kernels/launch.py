@@ -6,6 +6,7 @@ All give bitwise the same result, so ranks, steps and resumed runs may use diffe
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +17,11 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger, warn_once
-from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
-from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
+from deepspeed_ext.zenflow.worker.kernel.native import library_path, open_library
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES, rounding_key
 
 __all__ = [
     "OPTIONS",
@@ -29,8 +30,10 @@ __all__ = [
     "is_aligned",
     "missing",
     "predict",
+    "predict_on_host",
     "prepare",
     "serves",
+    "serves_on_host",
     "shape_constants",
     "variants",
 ]
@@ -42,6 +45,9 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Options of every kernel. A fused multiply-add would round once, unlike the definition."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
+_NATIVE_CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
+_NUMEL_PER_THREAD = 1 << 16
+"""With fewer elements per thread, another thread of the host costs more than it saves."""
 _ALIGNMENT = 16
 _TILE_NUMEL = {"predict": 2048, "adam_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
@@ -144,8 +150,64 @@ def predict(
     if serves(block_size, *arrays, inverse):
         _run("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = host.predict if host.serves(*arrays, inverse) else definition.predict
+    run = predict_on_host if serves_on_host(*arrays, inverse) else definition.predict
     run(*arrays, inverse, *numbers, block_size)
+
+
+class _Estimate(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weights", "published", "grad", "inverse")),
+        *((name, ctypes.c_int64) for name in ("numel", "block_size")),
+        *((name, ctypes.c_int32) for name in ("weights_dtype", "grad_dtype", "threads")),
+        *((name, ctypes.c_float) for name in ("grad_scale", "coefficient", "bound")),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    path = library_path()
+    return None if path is None else open_library(path)
+
+
+def serves_on_host(
+    weights: torch.Tensor, published: torch.Tensor, grad: torch.Tensor, inverse: torch.Tensor
+) -> bool:
+    """Whether the native library can run on these arrays."""
+    arrays = weights, published, grad, inverse
+    return (
+        all(
+            a.device.type == "cpu" and a.is_contiguous() and a.dtype in _NATIVE_CODES
+            for a in arrays
+        )
+        and inverse.dtype is torch.float32
+        and weights.dtype is published.dtype
+        and _library() is not None
+    )
+
+
+def predict_on_host(
+    weights: torch.Tensor,
+    published: torch.Tensor,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    coefficient: float,
+    block_size: int,
+) -> None:
+    """`predict` by the native library; `serves_on_host` must be true for the arrays."""
+    library, numel = _library(), grad.numel()
+    assert library is not None
+    # C++ checks no bounds
+    assert weights.numel() == published.numel() == numel
+    assert inverse.numel() * block_size >= numel
+    threads = min(torch.get_num_threads(), max(1, numel // _NUMEL_PER_THREAD))
+    estimate = _Estimate(
+        *(array.data_ptr() for array in (weights, published, grad, inverse)),
+        *(numel, block_size, _NATIVE_CODES[weights.dtype], _NATIVE_CODES[grad.dtype], threads),
+        *(grad_scale, coefficient, definition.CLAMP),
+    )
+    library.dsext_predict(ctypes.byref(estimate))
+    torch.autograd.graph.increment_version(weights)
 
 
 def adam_step(

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_ext.zenflow.plan.places import Place, Places
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.worker.arena import Arena
 
 __all__ = ["Partition", "Run", "WholeState", "largest_block_apart", "mixed"]
 
@@ -56,7 +58,6 @@ class Partition:
         master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while
             an update is in flight.
         scales: scales of m and v, if they are codes, uint8 [ceil(n / block_size)].
-        publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
             that went into it. Empty if gradients and y pass through the host in chunks.
@@ -68,11 +69,26 @@ class Partition:
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    publish_dtype: torch.dtype
     grad_dtype: torch.dtype
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, plan: ZenFlowPlan, index: int, whole: WholeState, arena: Arena) -> Partition:
+        """The partition without its head, which steps on the accelerator."""
+        layout, head = plan.rule.layout, plan.partitions[index].head
+        return cls(
+            index,
+            whole.group,
+            (lambda: whole.weights()[head:]) if head else whole.weights,
+            master=arena.tensor("p", index),
+            moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),
+            scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
+            grad_dtype=getattr(torch, plan.caller.gradient_dtype),
+            ring=[arena.tensor(*key) for key in arena.keys("g", index)],
+            places=plan.places,
+        )
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -25,9 +25,9 @@ from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
+from deepspeed_ext.zenflow.plan.times import MEASURED_STEPS
+from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore

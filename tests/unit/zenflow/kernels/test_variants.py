@@ -14,10 +14,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.built_parts import prepare_kernels
 from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
-from deepspeed_ext.zenflow.plan.arrays import Dtypes
+from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 
 BACKENDS = {
@@ -85,11 +84,11 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         kind: Any = AdamKind(optimizer, ZenFlowConfig(state_dtype=dtype))
         plan: Any = SimpleNamespace(
             rule=SimpleNamespace(block_size=32, estimates=True),
-            dtypes=Dtypes(*["bfloat16"] * 4),
+            caller=Caller("bfloat16", "bfloat16"),
             has_heads=True,
             computes_there=True,
         )
-        prepare_kernels(plan, kind, [flat(64, 0), flat(64, 1)], warns=True)
+        kind.prepare_kernels(plan, [flat(64, 0), flat(64, 1)], warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [6, 6], (
         "predict and both steps of a share, twice"

@@ -8,16 +8,18 @@ and the estimator.
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_ext.zenflow.kernels import predict
-from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
-from deepspeed_ext.zenflow.optimizers.interface import Estimate
-from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind, effect_of, inverses, publish_ahead
+from deepspeed_ext.zenflow.rules.predictive import PredictiveRule, PredictiveSchedule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
+from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
+from deepspeed_ext.zenflow.worker.messages import Span
 from tests.support.kernels import DTYPES, KERNELS, make_kernel, make_pass
 from tests.support.same import assert_same
 
@@ -231,13 +233,12 @@ def test_training_follows_adamw() -> None:
 def test_parts_of_whole_blocks_are_predicted_as_the_whole(cuts: tuple[int, ...]) -> None:
     """Chunks of a partition are predicted as they arrive; the last block is shorter."""
     block, (grad, published) = 4, torch.randn(2, 18)
-    last, coming = replace(STEP, step=7), replace(STEP, step=8)
-    whole = Estimate(inverses(last, torch.rand(5) + 0.1), block)
+    known, step = inverses(replace(STEP, step=7), torch.rand(5) + 0.1), replace(STEP, step=8)
+    kind = AdamKind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    rule: Any = SimpleNamespace(block_size=block, _width=1, _kind=kind)
     expected, found = torch.empty(18), torch.empty(18)
-    for estimate, weights, part in (
-        (whole, expected, slice(0, 18)),
-        *((whole.of(*span), found, slice(*span)) for span in itertools.pairwise(cuts)),
-    ):
-        arrays = weights[part], published[part], grad[part]
-        predict(*arrays, estimate.kept, 1.0, effect_of(coming, 8), block)
+    predict(expected, published, grad, known, 1.0, effect_of(step, 8), block)
+    for span in itertools.starmap(Span, itertools.pairwise(cuts)):
+        weights, y, g = (each[slice(*span)] for each in (found, published, grad))
+        PredictiveRule._predict(rule, known, span, weights, y, g, step)
     assert torch.equal(found, expected)

@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.plan.rule import SelectiveSettings, settings_of
 from deepspeed_ext.zenflow.rules.selective import SelectivePlan, SelectiveSchedule
-from deepspeed_ext.zenflow.start import ZenFlowRun, ZenFlowStart, start_optimizer
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -113,7 +113,7 @@ def compare_with_simulation(
     )
     ranks = RankGroup.of(None, weights.device)
     adam = start_optimizer(
-        ZenFlowStart(ZenFlowRun.of(settings), ranks, None, ExitStack()),
+        ZenFlowStart(settings, ranks, ExitStack()),
         optimizer,
         [0],
         lambda index: weights,
