@@ -4,7 +4,7 @@ DeepSpeed's optimizers forward."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -86,31 +86,6 @@ def _count_registrations() -> None:
     register_module_parameter_registration_hook(count)
 
 
-class Untrained:
-    """Finds parameters of a model that get gradients which no step uses.
-
-    Walking a model of many thousand parameters takes milliseconds, so it is walked again only if a
-    module or a parameter was registered somewhere.
-
-    Args:
-        trained: the parameters that steps use.
-    """
-
-    def __init__(self, trained: Iterable[Any]) -> None:
-        _count_registrations()
-        self._trained = frozenset(map(id, trained))
-        self._params: list[tuple[str, torch.nn.Parameter]] = []
-        self._walked_at = -1
-
-    def with_gradients(self, module: torch.nn.Module) -> list[str]:
-        """The names of those that have one now."""
-        if self._walked_at != _registrations:
-            self._walked_at = _registrations
-            named = module.named_parameters()
-            self._params = [each for each in named if id(each[1]) not in self._trained]
-        return [name for name, p in self._params if p.grad is not None and p.requires_grad]
-
-
 class ZenFlowParts:
     """The parts of one ZeRO optimizer. Making them starts the optimizer process; a collective.
 
@@ -151,12 +126,20 @@ class ZenFlowParts:
         )
         self.state = ReachedState(host, partitions, ranks, scale, self.readiness)
         self.streams: list[OpenStream] = []
-        self._untrained = Untrained(partitions.trained())
+        _count_registrations()
+        self._trained = frozenset(map(id, partitions.trained()))
+        self._untrained: list[tuple[str, torch.nn.Parameter]] = []
+        self._walked_at = -1
 
     def warn_of_untrained(self, module: torch.nn.Module) -> None:
         """Warn of parameters with gradients that no step uses, once for each set of them: what is
-        trained was decided at ``deepspeed.initialize``."""
-        if names := self._untrained.with_gradients(module):
+        trained was decided at ``deepspeed.initialize``. Walking a model of many thousand parameters
+        takes milliseconds, so it is walked again only if one was registered somewhere."""
+        if self._walked_at != _registrations:
+            self._walked_at = _registrations
+            named = module.named_parameters()
+            self._untrained = [each for each in named if id(each[1]) not in self._trained]
+        if names := [name for name, p in self._untrained if p.grad is not None and p.requires_grad]:
             warn_once(
                 f"{counted(len(names), 'parameter')} of the model, such as {names[0]}, got a "
                 "gradient but will not change: what is trained was decided when the engine was "

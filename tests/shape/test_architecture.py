@@ -209,7 +209,7 @@ def test_no_constructor_takes_many_parameters() -> None:
 
 def test_no_class_of_ours_stands_beside_deepspeeds_among_the_bases() -> None:
     """Our subclasses of DeepSpeed's classes override and forward; a mixin would need its sibling's
-    members. `StepsInProcess` is a subclass of the base that DeepSpeed's two optimizers share."""
+    members. `StepsInProcess` is of the base that DeepSpeed's two share."""
     found: dict[str, list[str]] = {}
     for path in sorted(ADAPTER.glob("*.py")):
         module = importlib.import_module(

@@ -38,7 +38,6 @@ CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
         "adapter/engine.py:enable",
         "adapter/engine.py:initialize",
-        "adapter/engine.py:_swaps",
         "adapter/contract.py:",
         "adapter/upstream.py:check",
         "adapter/upstream.py:entry_swaps",
