@@ -290,11 +290,8 @@ def open_communicators(groups: Sequence[RankGroup]) -> None:
     rank passes its own groups in the same order. Does nothing on the CPU accelerator."""
     if get_accelerator().is_synchronized_device():
         return
-    opened: set[int] = set()
     for group in groups:
-        if id(group.group) not in opened or group.group is None:
-            opened.add(id(group.group))
-            group.minimum(0)
+        group.minimum(0)
 
 
 def raise_together(
@@ -407,30 +404,37 @@ def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
         yield
 
 
-class DeferredError:
+class DeferredError(AbstractContextManager[None]):
     """Keeps the first error of code that must not raise yet, because the other ranks continue to a
-    collective.
+    collective: of its blocks, behind which the code continues.
+
+    A class, because a signal handler may raise at any line: before a generator's ``yield``, that
+    error would be kept and the block skipped.
+
+    Args:
+        convert: returns the error to keep in the place of one that a block raises.
 
     Attributes:
         error: the error; None if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, convert: Callable[[Exception], Exception] = lambda error: error) -> None:
         self.error: Exception | None = None
+        self._convert = convert
 
     def note(self, error: Exception) -> None:
         """Keep `error`, unless one is kept already."""
         self.error = self.error or error
 
-    def deferring_errors(
-        self, convert: Callable[[Exception], Exception] = lambda error: error
-    ) -> AbstractContextManager[None]:
-        """Keep an error that the block raises, and continue after the block.
+    def deferring_errors(self) -> AbstractContextManager[None]:
+        """Keep an error that the block raises, and continue after the block."""
+        return self
 
-        Args:
-            convert: returns the error to keep in its place.
-        """
-        return _DeferringErrors(self, convert)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.note(self._convert(error))
+        return True
 
     def take(self) -> Exception | None:
         """Return the error and clear it; for `raise_together`."""
@@ -441,21 +445,6 @@ class DeferredError:
         """Raise the error, if there is one, and clear it; for use inside `together`."""
         if (error := self.take()) is not None:
             raise error
-
-
-class _DeferringErrors(AbstractContextManager[None]):
-    """The block of `DeferredError.deferring_errors`. A class, because a signal handler may raise at
-    any line: before a generator's ``yield``, that error would be kept and the block skipped."""
-
-    def __init__(self, kept: DeferredError, convert: Callable[[Exception], Exception]) -> None:
-        self._kept = kept
-        self._convert = convert
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._kept.note(self._convert(error))
-        return True
 
 
 def _number(value: Any) -> int:

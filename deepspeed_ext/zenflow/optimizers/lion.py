@@ -71,14 +71,14 @@ class LionKind(OptimizerKind):
         NaN."""
         grad_weight = step.grad_scale * (1.0 - step.beta1)
         rows = known.view(-1, self.layout.per_block_width(block_size))
-        for part in parts_of(grad.numel(), block_size, grad.device, 1):
-            of_part = part.of_blocks(rows, block_size)
+        for part, blocks, row in parts_of(grad.numel(), block_size, grad.device):
+            of_part = rows[blocks]
             lean = of_part[:, :1].view(torch.float32) * step.beta1
-            x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
-            x.add_(torch.where(_signs(of_part[:, 1:], part.row), -lean, lean))
+            x = grad[part].view(-1, row).to(torch.float32, copy=True).mul_(grad_weight)
+            x.add_(torch.where(_signs(of_part[:, 1:], row), -lean, lean))
             update = torch.full_like(x, -step.lr).masked_fill_(x < 0.0, step.lr)
-            y = part.of(published).to(grad.device, non_blocking=True)
-            part.of(weights).copy_(x.copy_(y).add_(update))
+            y = published[part].view(-1, row).to(grad.device, non_blocking=True)
+            weights[part].copy_(x.copy_(y).add_(update).view(-1))
 
 
 def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:

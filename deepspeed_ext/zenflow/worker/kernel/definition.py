@@ -27,7 +27,6 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,6 +57,7 @@ __all__ = [
     "block_means",
     "chunk_numel",
     "decode",
+    "dithered",
     "encode",
     "in_blocks",
     "loaded",
@@ -114,54 +114,28 @@ def root(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
 # -- the estimate ----------------------------------------------------------------------------------
 
 
-def parts_of(n: int, block_size: int, device: torch.device, temporaries: int) -> Iterator[_Part]:
-    """Parts of 1-D arrays of n elements, each as rows of blocks [rows, block_size]; a short last
-    block is a separate part. All parts share the memory for so many fp32 arrays."""
+def parts_of(n: int, block_size: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
+    """Parts of 1-D arrays of n elements: their elements, their blocks, and the elements of a row,
+    which is a block; a short last block is a separate part."""
     chunk, whole = chunk_numel(device, block_size), n // block_size * block_size
-    memory = torch.empty(temporaries, min(chunk, n), dtype=torch.float32, device=device)
     for begin in range(0, whole, chunk):
-        yield _Part(begin, min(begin + chunk, whole), block_size, memory)
+        end = min(begin + chunk, whole)
+        yield slice(begin, end), slice(begin // block_size, end // block_size), block_size
     if whole < n:
-        yield _Part(whole, n, n - whole, memory)
+        yield slice(whole, n), slice(whole // block_size, None), n - whole
 
 
-@dataclass(frozen=True)
-class _Part:
-    begin: int
-    end: int
-    row: int
-    """Elements of a row."""
-    temporaries: torch.Tensor
-
-    def of(self, array: torch.Tensor) -> torch.Tensor:
-        return array[self.begin : self.end].view(-1, self.row)
-
-    def of_blocks(self, array: torch.Tensor, block_size: int) -> torch.Tensor:
-        """The rows of an array with one row for each block."""
-        return array[self.begin // block_size : -(-self.end // block_size)]
-
-    def temporary(self, number: int) -> torch.Tensor:
-        return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
-
-    def dithered(self, x: torch.Tensor, dtype: torch.dtype, *free: int) -> torch.Tensor:
-        """`x`, one of the temporaries, dithered to values of `dtype` in place; `free` are two
-        temporaries that may be overwritten."""
-        if dtype not in _CUT_BITS:
-            return x
-        mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
-        random, shifted = (self.temporary(number).view(torch.int32) for number in free)
-        random.copy_(bits)
-        for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, None), strict=True):
-            torch.bitwise_right_shift(random, shift, out=shifted).bitwise_and_(
-                (1 << (32 - shift)) - 1
-            )
-            random.bitwise_xor_(shifted)
-            if factor is not None:
-                random.mul_(factor)
-        is_nan = shifted.view(-1).view(torch.bool)[: x.numel()].view_as(x)
-        torch.ne(x, x, out=is_nan)
-        bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
-        return x.masked_fill_(is_nan, math.nan)
+def dithered(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x`, fp32, dithered to values of `dtype` in place."""
+    if dtype not in _CUT_BITS:
+        return x
+    mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
+    random = bits.clone()
+    for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, 1), strict=True):
+        random.bitwise_xor_((random >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    is_nan = x.isnan()
+    bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
+    return x.masked_fill_(is_nan, math.nan)
 
 
 def predict(
@@ -183,13 +157,11 @@ def predict(
         coefficient: multiplier of q.
         block_size: elements per block.
     """
-    temporaries = 3 if weights.dtype in _CUT_BITS else 1
-    for part in parts_of(grad.numel(), block_size, grad.device, temporaries):
-        factor = (part.of_blocks(inverse, block_size) * grad_scale)[:, None]
-        q = part.temporary(0).copy_(part.of(grad)).mul_(factor).clamp_(-CLAMP, CLAMP)
-        moved = q.mul_(-coefficient)
-        arrived = part.of(published).to(grad.device, non_blocking=True)
-        part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
+    for part, blocks, row in parts_of(grad.numel(), block_size, grad.device):
+        q = grad[part].view(-1, row).to(torch.float32, copy=True)
+        q.mul_((inverse[blocks] * grad_scale)[:, None]).clamp_(-CLAMP, CLAMP).mul_(-coefficient)
+        q.add_(published[part].view(-1, row).to(grad.device, non_blocking=True))
+        weights[part].copy_(dithered(q, weights.dtype).view(-1))
 
 
 def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:

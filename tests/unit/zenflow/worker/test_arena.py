@@ -74,12 +74,6 @@ def test_arrays_that_are_read_together_begin_apart(
         assert all(after - before >= 3 for before, after in around)
 
 
-def test_as_many_arrays_as_a_page_has_lines_begin_on_different_ones() -> None:
-    specs = [ArraySpec("g", "float32", MIB // 4, slot=slot) for slot in range(PAGE // 64)]
-    offsets = [array.offset for array in plan_layout(specs).arrays]
-    assert len({offset % PAGE for offset in offsets}) == len(specs)
-
-
 def test_a_mapping_that_the_system_refuses_says_why() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         arena_module._map(-1, PAGE)
