@@ -13,7 +13,7 @@ of ranks, before a load changes anything.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -30,14 +30,12 @@ from deepspeed_ext.zenflow.rules import RULES
 from deepspeed_ext.zenflow.rules.saved import FLOATS, PartitionValues
 from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "STATE_KEY",
     "SavedState",
-    "adopt_optimizer_state",
     "read_saved_state",
     "restore",
     "state_of",
@@ -105,17 +103,11 @@ class SavedState:
                 f"{list(numels)}: resume with the same model, stage and number of ranks, or "
                 "convert to a universal checkpoint"
             )
-        weights = sizes if self.weights is None else [each.numel() for each in self.weights]
-        if weights != sizes:
-            raise CheckpointError(
-                f"the saved ZenFlow state does not fit: weights of {weights} elements for "
-                f"partitions of {sizes}: {LOAD_ANOTHER}"
-            )
-        layout = LAYOUTS[self.optimizer]
+        layout, weights = LAYOUTS[self.optimizer], self.weights
         for index, partition in enumerate(self.partitions):
             found = list(partition.tensors(layout, self.block_size))
-            if self.weights is not None:
-                found.append(("weights", self.weights[index], partition.numel, FLOATS))
+            if weights is not None:
+                found.append(("weights", weights[index], partition.numel, FLOATS))
             for name, tensor, numel, dtypes in found:
                 if tuple(tensor.shape) != (numel,) or tensor.dtype not in dtypes:
                     raise CheckpointError(
@@ -191,7 +183,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
         "rule": host.decided.rule.name,
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
-        "schedule": host.rule.schedule.state_dict(),
+        "schedule": asdict(host.rule.schedule.state),
         "updates": host.state.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
@@ -232,23 +224,6 @@ def _chosen_threads(plan: Mapping[str, Any] | None) -> int | None:
     return threads if is_chosen else None
 
 
-def adopt_optimizer_state(
-    host: HostOptimizer,
-    clear_padding: Callable[[Sequence[Sequence[torch.Tensor]]], None],
-) -> None:
-    """Copy the moments and step counts that DeepSpeed has loaded into the user's optimizer to the
-    arena.
-
-    Args:
-        clear_padding: zeroes the padding of each partition's p and moments, which may be nonzero in
-            a checkpoint.
-    """
-    loaded = host.state.handles.loaded()
-    write(loaded)
-    clear_padding([state.arrays for state in host.state.wholes])
-    host.state.replaced([each.updates or 0 for each in loaded])
-
-
 def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     """Continue from a saved state; masters, moments and step count are already in place. A
     collective.
@@ -285,8 +260,9 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    host.rule.schedule.load_state_dict(asdict(saved.schedule))
+    host.rule.schedule.load(saved.schedule)
     host.state.counts = saved.counts
+    host.state.bind()
     host.rule.restore(saved.partitions)
     host.rule.resume()
     return True

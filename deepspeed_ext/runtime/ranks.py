@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,6 +56,8 @@ MOST_TOLD = 8
 _FAILED, _FLAGGED, _FINE = range(3)
 """A rank's state in an agreement. The minimum over all ranks decides."""
 _SCRATCH_NUMEL = 8
+_PAUSE_SECONDS = 0.002
+_GO, _NO = b"go", b"no"
 all_gather_single = (
     getattr(torch.distributed, "all_gather_single", None)
     or torch.distributed.all_gather_into_tensor
@@ -194,6 +197,28 @@ class RankGroup:
         return [
             pickle.loads(row[:size].tobytes()) for row, size in zip(contents, sizes, strict=True)
         ]
+
+    def meet(self, what: str, within_seconds: float) -> bool:
+        """Whether all ranks come here in time, so that a collective may follow which a rank could
+        also be missing from. They meet at the process group's store, where the first to write
+        decides: all have come, or one has waited in vain. A rank may come again.
+
+        Args:
+            what: a name that no other meeting has; equal on all ranks.
+        """
+        if self.size == 1:
+            return True
+        store = torch.distributed.distributed_c10d._get_default_store()
+        name = f"deepspeed_ext {what}"
+        come, ends = store.add(f"{name} come", 1), time.monotonic() + within_seconds
+        decision = _GO if come == self.size else b""
+        while not decision:
+            time.sleep(_PAUSE_SECONDS)
+            if store.check([name]):
+                decision = store.get(name)
+            elif time.monotonic() > ends:
+                decision = _NO
+        return bool(store.compare_set(name, "", decision.decode()) == _GO)
 
     def _gathered_number(self, number: int) -> list[int]:
         """The ranks' numbers, in order. A collective."""

@@ -166,12 +166,12 @@ class HostOptimizer:
             rule.schedule.advance(plan)
             with self.link.deferring_errors():
                 rule.end_step(plan)
-            self.state.counts = [count + 1 for count in self.state.counts]
             with self.link.deferring_errors():
                 self._metrics.note_link(self.link.stream.copying_seconds())
                 self._metrics.end_step(plan.waits_last)
-                self.state.handles.advance(self.state.counts)
-            self.plan, self.state.in_step = None, False
+            with self.link.deferring_errors():
+                self.state.end_step()
+            self.plan = None
             with self.link.deferring_errors():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still
                 # see a step.
@@ -234,7 +234,14 @@ class HostOptimizer:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
             first: whether these parts come before all others from the coming step on.
         """
-        used = None if parts is None else self.state.on_host(parts)
+        heads, used = self.state.heads, None
+        if parts is not None:  # those that the rule steps, counted from its first
+            before = [0] * len(self.state.wholes) if heads is None else heads.numels
+            used = [
+                (index, Span(max(0, span.begin - before[index]), span.end - before[index]))
+                for index, span in parts
+                if span.end > before[index]
+            ]
         if first and used:
             self.link.stream.chunks.put_first(used)
         self.link.complete(used)
@@ -306,5 +313,5 @@ class HostOptimizer:
         """Stop the worker, and free p and the moments; weights stay readable. Idempotent."""
         if self.link.home.is_here:
             self.link.complete()
-        self.state.handles.is_open = False
+        self.state.is_open = False
         self.link.close()
