@@ -261,7 +261,7 @@ class Engine(EngineConstruction):
         Raises:
             CheckpointError: with ZenFlow, on every rank, if any rank could not write its files;
                 training can continue. With ``async_save``, a later step, save or load raises it, or
-                `destroy` on rank 0.
+                `destroy`.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._between_steps(Readiness.require_saveable)
@@ -395,7 +395,8 @@ class Engine(EngineConstruction):
         fails. Then raise the save's error.
 
         Raises:
-            CheckpointError: on the leading rank, if any rank could not write.
+            CheckpointError: on every rank, if any rank could not write, or a save goes on and not
+                all ranks call this.
             StateError: this is a forked process; the engine belongs to its parent.
         """
         kept = DeferredError()
@@ -404,7 +405,7 @@ class Engine(EngineConstruction):
                 self._parts.begin_call()
             if self._files is not None:
                 with kept.deferring_errors():
-                    self._files.finish(alone=True)
+                    self._files.finish(ends=True)
             afterwards.callback(kept.raise_here)
             if self.core_binding is not None:
                 afterwards.callback(self.core_binding.restore)
@@ -456,7 +457,7 @@ def _end(
         return
     try:
         if files is not None:
-            files.finish(alone=True)
+            files.finish(ends=True)
     finally:
         try:
             optimizer.destroy()

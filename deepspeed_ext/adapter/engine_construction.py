@@ -56,9 +56,9 @@ from deepspeed_ext.runtime.ranks import (
     together,
     within,
 )
-from deepspeed_ext.zenflow.optimizers.choose import kind_of
+from deepspeed_ext.zenflow.optimizers import kind_of
 from deepspeed_ext.zenflow.plan.held import described
-from deepspeed_ext.zenflow.start import ZenFlowRun, ZenFlowStart
+from deepspeed_ext.zenflow.start import ZenFlowStart, with_timeout
 
 __all__ = ["EngineConstruction"]
 
@@ -244,12 +244,15 @@ class EngineConstruction(DeepSpeedEngine):
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        run = ZenFlowRun.of(zenflow, timeouts, steps, settings.host_ratio)
-        binding = self.core_binding
-        placement, cores = (binding.worker_placement, binding.cores) if binding else (None, None)
         dtype = self._config.grad_accum_dtype and self.get_data_types()[1]  # None: not given
         start = ZenFlowStart(
-            run, self._ranks, placement, self._undo, cores, dtype != torch.bfloat16
+            with_timeout(zenflow, timeouts),
+            self._ranks,
+            self._undo,
+            self.core_binding,
+            settings.host_ratio,
+            steps,
+            sums_in_fp32=dtype != torch.bfloat16,
         )
         return [
             optimizer_class(partial(ZenFlowZeroOptimizer, settings=settings, start=start)),

@@ -20,7 +20,6 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from deepspeed_ext.adapter.upstream import counted_alike, norm_dtype
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = [
@@ -77,11 +76,7 @@ def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for dtype in {tensor.dtype for tensor in tensors}:
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         same = [tensors[index].detach() for index in indices]
-        if kernels.serves(1, *same):
-            found = list(kernels.norms(same).unbind())
-        else:
-            found = list(torch._foreach_norm(same, 2, dtype=torch.float64))
-        norms.update(zip(indices, found, strict=True))
+        norms.update(zip(indices, torch._foreach_norm(same, 2, dtype=torch.float64), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
@@ -139,8 +134,8 @@ def _of_all(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 def _fuses(device: torch.device) -> bool:
     """Whether `fused_l2_norms` is fused on `device`; otherwise it loops and makes an fp64 copy of
     each gradient."""
-    has_kernel = kernels.missing(device) is None or _device_has_foreach_support(device)
-    return device.type != "cpu" and has_kernel and norm_dtype() is torch.float64
+    is_accelerator = device.type != "cpu"
+    return is_accelerator and _device_has_foreach_support(device) and norm_dtype() is torch.float64
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
+import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -28,12 +28,6 @@ from deepspeed_ext.checkpoint.file import (
 )
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
-from deepspeed_ext.checkpoint.writer import (
-    begin_writing,
-    remove_reports,
-    report,
-    wait_for_reports,
-)
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -53,6 +47,7 @@ from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, Patience
 
 __all__ = ["JointCheckpointEngine"]
 
+LONGEST_MEETING_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
 """Timeout for one part of a file: a file system may stall for minutes while it fails over. The
 worker's timeout applies instead if it is longer, or once a step waits for the file."""
@@ -74,7 +69,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     With `continues`, `commit` returns at once. The worker writes before any pass that is submitted
     later, so a step that needs one waits; a thread writes copies of the other tensors. `finish`
     gives the complete checkpoint its name; the engine calls it after the first step at which all
-    ranks have written everything, or without a collective when the engine or the process ends.
+    ranks have written everything, and when the engine or the process ends.
 
     Every file says which save and which file it is (`checkpoint.file`); `Load` reads them.
 
@@ -216,7 +211,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                     f"rank {self._ranks.rank}: training waits while a file is written: {error}"
                 )
             if self._state is not None and self._folder is not None:
-                self._state.decode()
+                self._state.drain(takes_over=False)
             super().save(content, path)
             holes = []
         if self._folder is not None and self._state is not None:
@@ -263,40 +258,39 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if self._folder is not None and self.continues:
             assert self._state is not None
             jobs, self._jobs = self._jobs, []
-            self._saving = _Saving(info, self._folder, begin_writing(jobs), self._state.link)
+            written = _begin_writing(jobs)
+            self._saving = _Saving(self._save_id, info, self._folder, written, self._state.link)
             self._folder, self._is_begun = None, False
             return True
         if self._folder is None:
             with _all(self._ranks, "the model was not saved"):
                 self.kept.raise_here()
         else:
-            self._complete(info, self._folder, self._ranks)
+            self._complete(info, self._folder)
         self._folder, self._is_begun = None, False
         return super().commit(info)
 
-    def _complete(self, info: Any, folder: CheckpointFolder, ranks: RankGroup) -> None:
-        """Make the content of the staging folder the checkpoint. A collective of `ranks`. If an
-        exception interrupts it between its agreements, it can be called again."""
+    def _complete(self, info: Any, folder: CheckpointFolder) -> None:
+        """Make the content of the staging folder the checkpoint. A collective. If an exception
+        interrupts it between its agreements, it can be called again."""
         try:
             what = f"checkpoint {info.tag!r} was not saved"
-            with _all(ranks, what):
+            with _all(self._ranks, what):
                 self.kept.raise_here()
             # on every node before the first swap, so that a crash between swaps loses nothing
-            with _all(ranks, what):
-                if self._leads:
-                    folder.mark()
-            with _all(ranks, what):
-                if self._leads:
-                    folder.swap()
+            for make_it in (folder.mark, folder.swap):
+                with _all(self._ranks, what):
+                    if self._leads:
+                        make_it()
         except DeepSpeedExtError:
             if self._leads:
                 folder.give_up()
             raise
         what = f"checkpoint {info.tag!r} was saved, but finishing the save failed"
-        with _all(ranks, what, "load it by its tag"):
+        with _all(self._ranks, what, "load it by its tag"):
             if self._leads:
                 folder.end()
-            if self._names_latest and ranks.rank == 0:
+            if self._names_latest and self._ranks.rank == 0:
                 files.replace_file(os.path.join(folder.save_dir, "latest"), info.tag)
 
     # -- a save that goes on -----------------------------------------------------------------------
@@ -321,33 +315,38 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if self.is_saving and self._ranks.all(self.has_written):
             self.finish()
 
-    def finish(self, *, alone: bool = False) -> None:
+    def finish(self, *, ends: bool = False) -> None:
         """Wait for the save in progress, if any, and complete it. A collective if there is one. If
         an exception such as Ctrl-C interrupts this, the save continues, and the next call completes
         it.
 
         Args:
-            alone: without a collective, for the end of an engine: other ranks may be gone. Each
-                rank reports to the leading one.
+            ends: whether the engine ends, perhaps on this rank alone. If other ranks do not come
+                too, the save is given up.
 
         Raises:
-            CheckpointError: on every rank, or on the leading one if `alone`, if any rank could not
-                write. Training can continue, and existing checkpoints are unchanged.
+            CheckpointError: on every rank, if any rank could not write. Training can continue, and
+                existing checkpoints are unchanged.
         """
         self._home.require()
         if (saving := self._saving) is None:
             return
-        # the other ranks' collective must not time out first
-        saving.wait(self.kept, math.inf if alone else saving.link.longest_wait_seconds)
+        all_end = not ends or self._all_end(saving)
+        saving.wait(self.kept)
         try:
-            if alone:
-                self._complete_alone(saving)
-            else:
-                self._complete(saving.info, saving.folder, self._ranks)
+            if not all_end:
+                if self._leads:
+                    saving.folder.give_up()
+                raise CheckpointError(
+                    f"checkpoint {saving.info.tag!r} was not saved: not all ranks came to the end "
+                    f"of training within {LONGEST_MEETING_SECONDS:g} s. They have ended before, or "
+                    "do not call engine.destroy(), which every rank must before it destroys the "
+                    "process group"
+                )
+            self._complete(saving.info, saving.folder)
         except DeepSpeedExtError:
             self._saving = None
             self.kept.take()
-            remove_reports(saving.folder.staging, range(self._ranks.size))
             raise
         self._saving = None
         if self._leads:
@@ -357,16 +356,13 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 f"{saving.link.write_wait_seconds - saving.waited:.2f} s for it"
             )
 
-    def _complete_alone(self, saving: _Saving) -> None:
-        staging, others = saving.folder.staging, range(1, self._ranks.size)
-        if not self._leads:
-            report(staging, self._ranks.rank, str(self.kept.error or ""))
-            return
-        if self.kept.error is None:
-            with self.kept.deferring_errors():
-                wait_for_reports(staging, others)
-        self._complete(saving.info, saving.folder, RankGroup.alone())
-        remove_reports(staging, others)
+    def _all_end(self, saving: _Saving) -> bool:
+        """Whether the engine ends on all ranks now. They meet before they wait for files, which may
+        take long."""
+        try:
+            return self._ranks.meet(f"end of save {saving.id}", LONGEST_MEETING_SECONDS)
+        except (RuntimeError, ValueError):  # the process group or its store has ended
+            return False
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -418,34 +414,37 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 folder.settle(state, save_id)
 
 
+@dataclass
 class _Saving:
     """A save that goes on.
 
-    Args:
+    Attributes:
+        id: of the save.
         info: DeepSpeed's description of it.
         written: done once this rank has written its files, or could not.
-
-    Attributes:
         begin, waited: when training went on, and how long its steps had waited by then.
     """
 
-    def __init__(
-        self, info: Any, folder: CheckpointFolder, written: Future[None], link: WorkerLink
-    ) -> None:
-        self.info, self.folder, self.written, self.link = info, folder, written, link
-        self.begin, self.waited = time.perf_counter(), link.write_wait_seconds
+    id: str
+    info: Any
+    folder: CheckpointFolder
+    written: Future[None]
+    link: WorkerLink
 
-    def wait(self, kept: DeferredError, within_seconds: float) -> None:
+    def __post_init__(self) -> None:
+        self.begin, self.waited = time.perf_counter(), self.link.write_wait_seconds
+
+    def wait(self, kept: DeferredError) -> None:
         """Wait for this rank's files, and keep their error. The worker's timeout applies to each
-        part that it writes, `within_seconds` to the whole wait."""
-        begin = time.monotonic()
+        part that it writes. The whole wait ends before the other ranks' collective times out."""
+        within, begin = self.link.longest_wait_seconds, time.monotonic()
         if not self.written.done():
             with kept.deferring_errors():
-                self.link.process.wait_for_writes(Patience(within_seconds))
-        left = max(0.0, within_seconds - (time.monotonic() - begin))
+                self.link.process.wait_for_writes(Patience(within))
+        left = max(0.0, within - (time.monotonic() - begin))
         failure: BaseException | None
         try:
-            failure = self.written.exception(left if math.isfinite(left) else None)
+            failure = self.written.exception(min(left, threading.TIMEOUT_MAX))
         except FutureTimeout:
             failure = CheckpointError(
                 "the checkpoint was not written before the process group's timeout: save less "
@@ -482,6 +481,40 @@ def _submit_arena(
     return [state.link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 
+def _begin_writing(jobs: list[Callable[[], None]]) -> Future[None]:
+    """Call `jobs` in order, in a thread; return their result, or the first error.
+
+    Python's own executors are no alternative: at exit, Python waits for their threads before any
+    code could log or give up.
+
+    Args:
+        jobs: emptied, because they hold copies of tensors.
+    """
+    written: Future[None] = Future()
+    thread = threading.Thread(
+        target=_write_all, args=(jobs, written), name="deepspeed_ext-save", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:  # the interpreter's, for any cause
+        written.set_exception(
+            CheckpointError(f"{error}. To go on: allow this user more threads (ulimit -u)")
+        )
+    return written
+
+
+def _write_all(jobs: list[Callable[[], None]], written: Future[None]) -> None:
+    try:
+        while jobs:
+            jobs.pop(0)()
+    except Exception as error:
+        written.set_exception(error)
+    except BaseException as error:
+        written.set_exception(CheckpointError(one_line(error)))
+    else:
+        written.set_result(None)
+
+
 def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:
     found = engine()
     if found is None or found._saving is None or not found._home.is_here:
@@ -490,7 +523,7 @@ def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:
     try:
         if not found.has_written:
             logger.warning(f"rank {rank}: exit waits for a checkpoint that is still being written")
-        found.finish(alone=True)
+        found.finish(ends=True)
     except CheckpointError as error:
         logger.error(str(error))
     except BaseException as error:  # also Ctrl-C: at exit no caller could catch it

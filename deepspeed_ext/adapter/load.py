@@ -27,7 +27,6 @@ from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
     SavedCheckpoint,
     SavedPartitions,
-    groups_of,
 )
 from deepspeed_ext.adapter.upstream import (
     PipelineEngine,
@@ -37,7 +36,7 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
-from deepspeed_ext.checkpoint.file import SavedFile, reading, unmarked
+from deepspeed_ext.checkpoint.file import reading, unmarked
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
@@ -117,7 +116,7 @@ class Load:
             else:
                 self._prepare(target)
                 layout = self._saved.stage, self._saved.ranks
-            self.swaps = [*self._reader(), *self._settings()]
+            self.swaps = self._find_swaps()
             found = layout, self._saved.save_id, self._loads_state
         if len(each := ranks.distinct(found, MOST_TOLD)) > 1:
             listing = ", ".join(f"{what} on {rank_list(on, ranks)}" for what, on in each)
@@ -136,21 +135,26 @@ class Load:
     def _find_target(self) -> Target | None:
         """This rank's partitions; None if DeepSpeed can load the checkpoint."""
         engine, saved, zenflow = self._engine, self._saved, self._zenflow
-        if engine.has_moe_layers and zenflow is not None and not self._weights_alone:
-            self._require_same_ranks(dist.get_world_size(group=engine.seq_data_parallel_group))
-        if zenflow is None and engine._config.zero_config.elastic_checkpoint:
-            return None
+        loads_state = zenflow is not None and not self._weights_alone
+        if engine.has_moe_layers and loads_state and saved.is_readable:
+            here = dist.get_world_size(group=engine.seq_data_parallel_group)
+            if saved.ranks != here:
+                raise CheckpointError(
+                    f"{saved.folder} was saved by {counted(saved.ranks, 'rank')}, and this run has "
+                    f"{here}: with expert groups, resume on the same number of ranks with the same "
+                    "ep_size, or convert to DeepSpeed's universal checkpoint. "
+                    "load_module_only=True loads the weights alone"
+                )
         if not self._can_reshard or not saved.is_readable:
             return None
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights is not target.is_sharded
         if self._weights_alone and (same_kind or self._has_weights(target)):
             return target if self._needs_p(target) else None
-        if not (same_kind and target.layout.fits(saved.layout)):
+        is_foreign = zenflow is None and saved.has_zenflow_state
+        if is_foreign or not (same_kind and target.layout.fits(saved.layout)):
             return target
-        if zenflow is None:
-            return target if saved.has_zenflow_state else None
-        if not self._weights_alone:
+        if loads_state:
             target.require_groups(saved.first)
         return None
 
@@ -173,6 +177,7 @@ class Load:
             and not (engine.has_moe_layers or isinstance(engine, PipelineEngine))
             and engine.mp_world_size == 1
             and not engine.zero_nvme_offload_optimizer()
+            and (self._zenflow is not None or not engine._config.zero_config.elastic_checkpoint)
         )
 
     def _has_weights(self, target: Target) -> bool:
@@ -195,17 +200,6 @@ class Load:
                 )
             return False
         return True
-
-    def _require_same_ranks(self, ranks: int) -> None:
-        """Raise if another number of ranks saved this checkpoint of experts."""
-        saved = self._saved
-        if saved.is_readable and saved.ranks != ranks:
-            raise CheckpointError(
-                f"{saved.folder} was saved by {counted(saved.ranks, 'rank')}, and this run has "
-                f"{ranks}: with expert groups, resume on the same number of ranks with the same "
-                "ep_size, or convert to DeepSpeed's universal checkpoint. load_module_only=True "
-                "loads the weights alone"
-            )
 
     def _prepare(self, target: Target) -> None:
         """Check all that this rank will read of a checkpoint of another layout, but for the values
@@ -236,49 +230,59 @@ class Load:
         self.how["load_module_strict"] &= has_weights
 
     def _check_own_files(self, folder: str) -> None:
-        """Check the files that DeepSpeed will load on this rank."""
-        engine = self._engine
+        """Check the files that DeepSpeed will load on this rank, and what the run takes from the
+        optimizer's state: the parameter groups, the sizes of p and the moments, and ZenFlow's
+        state."""
+        engine, zenflow = self._engine, self._zenflow
         if not self._is_known:
             return
         path = engine._get_ckpt_name(folder, "")
         if self._can_reshard or os.path.exists(path):
-            has_schedule = self._saved.open(path).content.get("lr_scheduler") is not None
-            wanted = engine.lr_scheduler is not None and self.how["load_lr_scheduler_states"]
-            if wanted and not self.how["load_module_only"] and not has_schedule:
-                raise CheckpointError(
-                    f"{path} was saved without a learning rate scheduler, and this run has one: "
-                    "pass load_lr_scheduler_states=False, or resume without a scheduler"
-                )
+            self._saved.open(path)
         # state on NVMe is copied: no file of the optimizer is loaded
-        if not (self._weights_alone or engine.zero_nvme_offload_optimizer()):
-            path = engine._get_zero_ckpt_name(folder, "")
-            self._require_fitting(self._saved.open(path))
-
-    def _require_fitting(self, file: SavedFile) -> None:
-        """Check what the run takes from this rank's optimizer state: the parameter groups, the
-        sizes of p and the moments, and ZenFlow's state."""
+        if self._weights_alone or engine.zero_nvme_offload_optimizer():
+            return
+        file = self._saved.open(engine._get_zero_ckpt_name(folder, ""))
         with reading(file.path):
             state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
             self._loads_state = STATE_KEY in state
-            if (zenflow := self._zenflow) is None:
-                return
-            zenflow.readiness.require_groups(groups_of(state), file.path)
-            zenflow.state.require_fitting(state)
-            numels = [each.master.numel() for each in zenflow.host.state.wholes]
-            behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
-            sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
-            SavedPartitions(file).require(zenflow.moments, sizes)
+            if zenflow is not None:
+                own = SavedPartitions(file)
+                zenflow.readiness.require_groups(own.groups, file.path)
+                zenflow.state.require_continuable(own.saved)
+                numels = [each.master.numel() for each in zenflow.host.state.wholes]
+                behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
+                sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
+                own.require(zenflow.moments, sizes)
 
     # -- while DeepSpeed reads ---------------------------------------------------------------------
 
-    def _reader(self) -> list[Swap]:
-        """What reads in place of the engine's own: the files that were checked, mapped."""
-        engine = self._engine
-        if self._resharding is None and not isinstance(
-            engine.checkpoint_engine, JointCheckpointEngine
-        ):
-            return []
-        return [Swap(engine, "checkpoint_engine", _Reader(engine._config, self._read))]
+    def _find_swaps(self) -> list[Swap]:
+        """What reads in place of the engine's own, the files that were checked, mapped; and the
+        settings to read with. ``pipeline_loading_checkpoint`` saves host memory: each rank would
+        wait for the one before it, which waits in a collective. The weights cannot give p if they
+        are ZenFlow's predictions, or not loaded yet; stage 3 does not take it from them."""
+        engine, is_moved = self._engine, self._resharding is not None
+        swaps, changes = list[Swap](), dict[str, bool]()
+        if is_moved or isinstance(engine.checkpoint_engine, JointCheckpointEngine):
+            reader = _Reader(engine._config, self._read)
+            swaps.append(Swap(engine, "checkpoint_engine", reader))
+        before = engine._config.zero_config
+        if is_moved and before.pipeline_loading_checkpoint:
+            changes["pipeline_loading_checkpoint"] = False
+        takes_p = (is_moved or self._loads_state) and not self._weights_alone
+        is_read = int(engine.zero_optimization_stage()) != ZERO_STAGE_WEIGHTS
+        if takes_p and is_read and not before.load_from_fp32_weights:
+            changes["load_from_fp32_weights"] = True
+        if changes:
+            swaps.append(Swap(engine._config, "zero_config", before.model_copy(update=changes)))
+        if changes and self._ranks.rank == 0:
+            why = "the layout has changed" if is_moved else "ZenFlow's weights are predictions"
+            fields = ", ".join(changes)
+            log_once(
+                logging.INFO, f"zero_optimization: {fields} without effect on this load: {why}"
+            )
+        return swaps
 
     def _read(self, path: str) -> dict[str, Any]:
         """The content of a file that DeepSpeed asks for; of another layout, of the model's file as
@@ -302,37 +306,8 @@ class Load:
     def loading_model(self) -> AbstractContextManager[None]:
         """Wrap DeepSpeed's load of the weights: with ZenFlow or another layout, an error of one
         rank is raised on all. A collective, if so."""
-        return self._together() if self._joins else nullcontext()
-
-    @property
-    def _joins(self) -> bool:
-        return self._resharding is not None or self._zenflow is not None
-
-    def _settings(self) -> list[Swap]:
-        """The settings to read with. ``pipeline_loading_checkpoint`` saves host memory: each rank
-        would wait for the one before it, which waits in a collective. The weights cannot give p if
-        they are ZenFlow's predictions, or not loaded yet."""
-        config = self._engine._config
-        before, changes = config.zero_config, dict[str, bool]()
-        if self._joins and before.pipeline_loading_checkpoint:
-            changes["pipeline_loading_checkpoint"] = False
-            self._say_idle("pipeline_loading_checkpoint", "all ranks load at once, mapped files")
-        takes_p = (self._resharding or self._loads_state) and not self._weights_alone
-        if takes_p and not before.load_from_fp32_weights:
-            changes["load_from_fp32_weights"] = True
-            why = (
-                "the layout has changed"
-                if self._resharding
-                else "ZenFlow's weights are predictions"
-            )
-            if int(self._engine.zero_optimization_stage()) != ZERO_STAGE_WEIGHTS:  # ignores it
-                self._say_idle("load_from_fp32_weights", f"{why}: p is that of the checkpoint")
-        after = before.model_copy(update=changes)
-        return [Swap(config, "zero_config", after)] if changes else []
-
-    def _say_idle(self, field: str, why: str) -> None:
-        if self._ranks.rank == 0:
-            log_once(logging.INFO, f"zero_optimization.{field} has no effect on this load: {why}")
+        joins = self._resharding is not None or self._zenflow is not None
+        return self._together() if joins else nullcontext()
 
     def state_dicts(self) -> list[Any] | None:
         """The optimizer's state dict of each rank, of which this rank has only its own; None:
@@ -364,7 +339,7 @@ class Load:
                     resharding.load_untrained(self._engine.module, strict=self._is_strict)
                 if self._weights_alone:
                     self._open_masters()
-                    resharding.load_masters()
+                    resharding.fill([{} for _ in resharding.target.masters])
             if self._weights_alone:
                 self.write_weights()
         # copied, because the user may keep these longer than the memory-mapped files

@@ -12,17 +12,16 @@ evaluation. That is a copy of the partitions and, at stages 1 and 2, a gather ea
 
 Note: [who evaluates]
 The change of weights is a collective, but at stages 1 and 2 a script may evaluate on one rank
-alone. So ranks first meet at the process group's store, where the first to write decides: all have
-come, or one has waited in vain. Then each evaluates with the weights it has.
+alone. So ranks first meet (`RankGroup.meet`). If not all come, each evaluates with the weights it
+has.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -30,7 +29,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.readiness import Readiness
-from deepspeed_ext.adapter.saved_checkpoint import groups_of
 from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -54,8 +52,6 @@ from deepspeed_ext.zenflow.worker.messages import Span
 __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 
 LONGEST_MEETING_SECONDS = 30.0
-_PAUSE_SECONDS = 0.002
-_GO, _NO = b"go", b"no"
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
 _ROOM = 2
@@ -159,7 +155,7 @@ class Evaluation:
     Args:
         exact_weights: replaces the weights.
         readiness: knows how many backward passes there were.
-        ranks: number of ranks that must meet first; 1: forward is a collective anyway.
+        ranks: those that must meet first.
     """
 
     def __init__(
@@ -167,7 +163,7 @@ class Evaluation:
         host: HostOptimizer,
         exact_weights: ExactWeights,
         readiness: Readiness,
-        ranks: int,
+        ranks: RankGroup,
     ) -> None:
         self._host, self._exact_weights = host, exact_weights
         self._readiness, self._ranks = readiness, ranks
@@ -230,27 +226,16 @@ class Evaluation:
 
     def _all_meet(self) -> bool:
         """Whether all ranks evaluate now; see Note: [who evaluates]."""
-        if self._ranks == 1 or not self._meets:
-            return self._ranks == 1
-        store = torch.distributed.distributed_c10d._get_default_store()
-        name = f"deepspeed_ext evaluation {self._host.state.updates} {self._meetings}"
-        come, ends = store.add(f"{name} come", 1), time.monotonic() + LONGEST_MEETING_SECONDS
-        decision = _GO if come == self._ranks else b""
-        while not decision:
-            time.sleep(_PAUSE_SECONDS)
-            if store.check([name]):
-                decision = store.get(name)
-            elif time.monotonic() > ends:
-                decision = _NO
-        self._meets = store.compare_set(name, "", decision.decode()) == _GO
-        self._meetings += 1
-        if not self._meets:
-            warn_once(
-                f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation from "
-                "now on uses the weights that training uses, which anticipate the update in "
-                "flight, and waits for no rank. Evaluate "
-                "on every rank"
-            )
+        if self._meets:
+            what = f"evaluation {self._host.state.updates} {self._meetings}"
+            self._meets = self._ranks.meet(what, LONGEST_MEETING_SECONDS)
+            self._meetings += 1
+            if not self._meets:
+                warn_once(
+                    f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation "
+                    "from now on uses the weights that training uses, which anticipate the update "
+                    "in flight, and waits for no rank. Evaluate on every rank"
+                )
         return self._meets
 
 
@@ -277,14 +262,13 @@ def wrap_accelerate(engine: type[Any]) -> None:
     accelerator.get_state_dict = exact_state_dict
 
 
-_STATE = "the optimizer's state"
 _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 """Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
 
 
 class ReachedState:
     """Saves, loads and exports the state of one optimizer. In between, users reach the state by
-    `StateStore.handles`.
+    the handles of `StateStore`.
 
     Args:
         ranks: the data-parallel ranks.
@@ -312,7 +296,8 @@ class ReachedState:
         self._scale = scale
         self._readiness = readiness
         self.exact_weights = ExactWeights(host, partitions, partial(self.drain_together, False))
-        meeting = 1 if partitions.saved_weights is not None else host.ranks.size
+        # with sharded weights, forward is a collective anyway
+        meeting = host.ranks if partitions.saved_weights is None else RankGroup.alone()
         self.evaluation = Evaluation(host, self.exact_weights, readiness, meeting)
 
     @cached_property
@@ -343,7 +328,7 @@ class ReachedState:
         their usual keys, plus ZenFlow's state, valid until the next step or load."""
         self._host.state.drain(shows_moments=False)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
-        with self._host.state.handles.quiet():
+        with self._host.state.quiet():
             state = super_call()
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
@@ -371,88 +356,84 @@ class ReachedState:
         host, exact = self._host, False
         self.drain_together()
         with together(host.ranks, CheckpointError):
-            saved = None if checkpoint_folder else self._read(state_dict_list, loads_optimizer)
+            saved = None if checkpoint_folder else self._read(state_dict_list)
         _require_same_position(saved, host.ranks)
-        with self._replaceable(), host.state.handles.quiet():
-            super_call(
-                state_dict_list,
-                load_optimizer_states,
-                load_from_fp32_weights,
-                checkpoint_folder,
-                *args,
-                **kwargs,
-            )
-        with self._replaceable(), together(host.ranks, CheckpointError):
-            if loads_optimizer:
-                if checkpoint_folder:  # its groups lie in files that only DeepSpeed reads
-                    self._readiness.require_groups(
-                        host.kind.optimizer.param_groups, checkpoint_folder
-                    )
-                checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
-                exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
-                weights = saved.weights if exact and saved is not None else None
-                self._partitions.loaded(
-                    weights or [state.master.detach() for state in host.state.wholes]
+        try:
+            with host.state.quiet():
+                super_call(
+                    state_dict_list,
+                    load_optimizer_states,
+                    load_from_fp32_weights,
+                    checkpoint_folder,
+                    *args,
+                    **kwargs,
                 )
-            else:
-                host.state.replaced()
-            if self._scale is not None and not checkpoint_folder:
-                state = state_dict_list[self._ranks.rank] or {}
-                self._scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._scale.state_dict()))
+            with together(host.ranks, CheckpointError):
+                if loads_optimizer:
+                    exact = self._continue(saved, checkpoint_folder or "the optimizer's state")
+                else:
+                    host.state.replaced()
+                if self._scale is not None and not checkpoint_folder:
+                    state = state_dict_list[self._ranks.rank] or {}
+                    known = state.get(_AUTOCAST_SCALE, self._scale.state_dict())
+                    self._scale.load_state_dict(known)
+        except BaseException:
+            # another load must replace what this one has put in place of the state
+            host.state.bind()
+            raise
         if loads_optimizer and not exact:
-            with host.state.handles.quiet():
+            with host.state.quiet():
                 self._partitions.exchange_loaded()
 
-    @contextmanager
-    def _replaceable(self) -> Iterator[None]:
-        """After an error, drop what a load has put in place of the state: another load, which must
-        replace it, would refuse to take it over."""
-        try:
-            yield
-        except BaseException:
-            self._host.state.handles.drop_changes()
-            raise
+    def _read(self, states: Any) -> SavedState | None:
+        """This rank's saved ZenFlow state; None: the checkpoint has none."""
+        if states is None or isinstance(states, (str, bytes)):
+            return None
+        if checkpoint.STATE_KEY not in (state := states[self._ranks.rank]):
+            return None
+        numels = [whole.master.numel() for whole in self._host.state.wholes]
+        saved = read_saved_state(state[checkpoint.STATE_KEY], numels)
+        self.require_continuable(saved)
+        return saved
+
+    def _continue(self, saved: SavedState | None, where: str) -> bool:
+        """Take over what DeepSpeed has loaded, and write the weights that belong to it; return
+        whether the run continues bitwise. `where` names what was loaded."""
+        host = self._host
+        self._readiness.require_groups(host.kind.optimizer.param_groups, where)
+        counts = host.state.adopt()
+        # padding may be nonzero in a checkpoint
+        self._partitions.clear_padding([whole.arrays for whole in host.state.wholes])
+        host.state.replaced(counts)
+        exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
+        weights = saved.weights if exact and saved is not None else None
+        self._partitions.loaded(weights or [whole.master.detach() for whole in host.state.wholes])
+        return exact
+
+    def require_continuable(self, saved: SavedState | None) -> None:
+        """Check that the run can continue from a saved ZenFlow state.
+
+        Raises:
+            CheckpointError: it is of another optimizer, or has no weights, which stage 3 needs.
+        """
+        here = self._host.kind.layout.name
+        if saved is not None and saved.optimizer != here:
+            raise CheckpointError(
+                f"the checkpoint's state is that of {saved.optimizer.capitalize()}, "
+                f"this run's optimizer is {here.capitalize()}: "
+                "resume with the optimizer that wrote it, or load only the weights"
+            )
+        needs = self._partitions.saved_weights is not None
+        if saved is not None and needs and saved.weights is None:
+            without = "the saved ZenFlow state has no weights, which stage 3 needs"
+            raise CheckpointError(f"{without}: {LOAD_ANOTHER}")
 
     def take_from_weights(self, super_call: Callable[[], None]) -> None:
         """Let `super_call` set p to the weights, and start over from p. A collective."""
         self.drain_together()
-        with self._host.state.handles.quiet():
+        with self._host.state.quiet():
             super_call()
         self._host.state.replaced()
-
-    def _read(self, states: Any, loads_optimizer: bool) -> SavedState | None:
-        """Return this rank's saved ZenFlow state; None if the checkpoint has none. What else will
-        be loaded is checked, too."""
-        if states is None or isinstance(states, (str, bytes)):
-            return None
-        state = states[self._ranks.rank]
-        if not isinstance(state, Mapping):
-            told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
-            raise CheckpointError(f"{told}: {LOAD_ANOTHER}")
-        if loads_optimizer:
-            self._readiness.require_groups(groups_of(state), _STATE)
-        return self.require_fitting(state)
-
-    def require_fitting(self, state: Mapping[str, Any]) -> SavedState | None:
-        """Return ZenFlow's state in this rank's saved optimizer state; None: there is none.
-
-        Raises:
-            CheckpointError: it is damaged, or the run cannot continue from it.
-        """
-        if checkpoint.STATE_KEY not in state:
-            return None
-        numels = [state.master.numel() for state in self._host.state.wholes]
-        saved, here = read_saved_state(state[checkpoint.STATE_KEY], numels), self._host.kind.layout
-        if saved.optimizer != here.name:
-            raise CheckpointError(
-                f"the checkpoint's state is that of {saved.optimizer.capitalize()}, "
-                f"this run's optimizer is {here.name.capitalize()}: "
-                "resume with the optimizer that wrote it, or load only the weights"
-            )
-        if saved.weights is None and self._partitions.saved_weights is not None:
-            without = "the saved ZenFlow state has no weights, which stage 3 needs"
-            raise CheckpointError(f"{without}: {LOAD_ANOTHER}")
-        return saved
 
 
 def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:

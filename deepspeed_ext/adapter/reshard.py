@@ -4,13 +4,12 @@ what DeepSpeed would have saved in the run's layout.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.saved_checkpoint import MASTER, SavedCheckpoint, SavedPartitions
+from deepspeed_ext.adapter.saved_checkpoint import MASTER, SCALER, SavedCheckpoint, SavedPartitions
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     deepspeed,
@@ -134,23 +133,19 @@ class Resharding:
             {name: self._in_use(master, name, dtype) for name, dtype in kinds.items()}
             for master in target.masters
         ]
-        self._fill(filled)
+        self.fill(filled)
         base = self._base_state(filled)
+        scaler = {key: first.state[key] for key in SCALER if key in first.state}
         if target.is_sharded:
             state = {keys.OPTIMIZER_STATE_DICT: base, keys.FP32_FLAT_GROUPS: target.masters}
-            return {**first.scaler, **state}
+            return {**scaler, **state}
         return {
-            **first.scaler,
+            **scaler,
             keys.BASE_OPTIMIZER_STATE: base,
             keys.SINGLE_PARTITION_OF_FP32_GROUPS: target.masters,
             keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(target.optimizer),
             keys.DS_VERSION: deepspeed.__version__,
         }
-
-    def load_masters(self) -> None:
-        """Fill p of this rank's partitions; the optimizer's state is unchanged. Raises as
-        `state_dict`."""
-        self._fill([{} for _ in self.target.masters])
 
     def _in_use(self, master: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The optimizer's state tensor `name` of a flat tensor, 1-D: the one in use, or zeros."""
@@ -159,8 +154,9 @@ class Resharding:
             return found.view(-1)
         return torch.zeros(master.numel(), dtype=dtype, device=master.device)
 
-    def _fill(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Copy p to the masters, and to `moments` of each flat tensor those of the same names."""
+    def fill(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Copy p to the masters, and to `moments` of each flat tensor those of the same names.
+        Raises as `state_dict`."""
         for source, here in self._copies:
             filled = {MASTER: self.target.masters[here.flat].data, **moments[here.flat]}
             for begin in range(source.begin, source.end, _CHUNK_NUMEL):
@@ -172,37 +168,32 @@ class Resharding:
                     tensor[place].copy_(values[name])
 
     def _base_state(self, moments: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-        """The state dict of the optimizer that DeepSpeed wraps."""
-        target, groups = self.target, []
-        here = target.optimizer.optimizer.param_groups
-        for group, saved in zip(here, self._sources[0].groups, strict=True):
-            groups.append({**group, **saved, "params": []})
-        scalars = self._scalars()
+        """The state dict of the optimizer that DeepSpeed wraps.
+
+        Raises:
+            CheckpointError: partitions of one group have different step counts.
+        """
+        target, scalars = self.target, dict[int, dict[str, Any]]()  # by parameter group
+        for source in self._sources.values():
+            for group, values in zip(source.group_of_flats, source.scalars, strict=True):
+                step = scalars.setdefault(group, values).get("step")
+                if step != values.get("step"):
+                    raise CheckpointError(
+                        f"the checkpoint's partitions have different step counts, {step} and "
+                        f"{values.get('step')}: {LOAD_ANOTHER}"
+                    )
+        groups = [
+            {**group, **saved, "params": []}
+            for group, saved in zip(
+                target.optimizer.optimizer.param_groups, self._sources[0].groups, strict=True
+            )
+        ]
         state, order = {}, sorted(range(len(moments)), key=lambda flat: target.groups[flat])
         for index, flat in enumerate(order):  # torch numbers parameters by group
             if values := {**scalars[target.groups[flat]], **moments[flat]}:
                 state[index] = values
             groups[target.groups[flat]]["params"].append(index)
         return {"state": state, "param_groups": groups}
-
-    def _scalars(self) -> Mapping[int, dict[str, Any]]:
-        """For each parameter group, the optimizer's values that are not per element; usually the
-        step count.
-
-        Raises:
-            CheckpointError: partitions of one group have different ones.
-        """
-        found: dict[int, dict[str, Any]] = defaultdict(dict)
-        for source in self._sources.values():
-            for group, scalars in zip(source.group_of_flats, source.scalars, strict=True):
-                step = found[group].get("step", scalars.get("step"))
-                if step != scalars.get("step"):
-                    raise CheckpointError(
-                        f"the checkpoint's partitions have different step counts, {step} and "
-                        f"{scalars.get('step')}: {LOAD_ANOTHER}"
-                    )
-                found[group].update(scalars)
-        return found
 
     def load_untrained(self, module: torch.nn.Module, *, strict: bool) -> None:
         """Load buffers and frozen parameters of `module`.

@@ -26,10 +26,10 @@ from deepspeed_ext.runtime.proc import format_cpulist
 __all__ = [
     "MODEL_FILES",
     "MASTER",
+    "SCALER",
     "ZERO_STAGE_WEIGHTS",
     "SavedCheckpoint",
     "SavedPartitions",
-    "groups_of",
 ]
 
 
@@ -41,7 +41,8 @@ MODEL_FILES = "model_states.pt"
 _PARTITIONED_MODEL = f"zero_pp_rank_{{rank}}_mp_rank_00_{MODEL_FILES}"
 _WHOLE_MODEL = f"mp_rank_00_{MODEL_FILES}"
 ZERO_STAGE_WEIGHTS = 3
-_SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
+SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
+"""Keys of the state of the loss scale."""
 
 
 class SavedPartitions:
@@ -57,6 +58,7 @@ class SavedPartitions:
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
         groups: the parameter groups of the optimizer.
         group_of_flats: index of the parameter group of each flat tensor.
+        saved: ZenFlow's state; None: there is none.
 
     Raises:
         CheckpointError: it is no file of a ZeRO optimizer, or ZenFlow's state in it is damaged.
@@ -68,7 +70,7 @@ class SavedPartitions:
         self.state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT) or {}
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
-        self._saved: SavedState | None = None
+        self.saved: SavedState | None = None
         with reading(self.path):
             is_sharded = self.state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
             self._take(
@@ -79,9 +81,9 @@ class SavedPartitions:
             )
             if STATE_KEY in self.state:
                 numels = [max(each.numel() for each in part.values()) for part in self.tensors]
-                self._saved = read_saved_state(self.state[STATE_KEY], numels)
-        if self._saved is not None and self._saved.has_collected:
-            for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
+                self.saved = read_saved_state(self.state[STATE_KEY], numels)
+        if self.saved is not None and self.saved.has_collected:
+            for scalars, count in zip(self.scalars, self.saved.counts, strict=True):
                 scalars["step"] = count  # `read` applies the collected gradients
 
     def _take(self, masters: Sequence[torch.Tensor], base: Any) -> None:
@@ -93,22 +95,17 @@ class SavedPartitions:
                 "without"
             )
         self.groups, states = base["param_groups"], base["state"]
-        self.group_of_flats = [
-            number for number, group in enumerate(self.groups) for _ in group["params"]
+        order = [
+            (number, each) for number, group in enumerate(self.groups) for each in group["params"]
         ]
-        order = [each for group in self.groups for each in group["params"]]
-        for master, index in zip(masters, order, strict=True):
+        self.group_of_flats = [number for number, _ in order]
+        for master, (_, index) in zip(masters, order, strict=True):
             values = states[index] if states else {}
             each = {name for name, value in values.items() if _is_per_element(name, value)}
             self.tensors.append(
                 {MASTER: master.detach(), **{name: values[name] for name in sorted(each)}}
             )
             self.scalars.append({name: value for name, value in values.items() if name not in each})
-
-    @property
-    def scaler(self) -> dict[str, Any]:
-        """State of the loss scale, under DeepSpeed's keys."""
-        return {key: self.state[key] for key in _SCALER if key in self.state}
 
     def require(self, moments: Sequence[str], sizes: Sequence[tuple[int, int]]) -> None:
         """Check the number, shapes and dtypes of the flat tensors.
@@ -152,8 +149,8 @@ class SavedPartitions:
         Raises:
             CheckpointError: the file is damaged.
         """
-        self._file.require_sound()
-        whole, saved = self.tensors[flat], self._saved
+        _ = self._file.sound  # raises if it is damaged
+        whole, saved = self.tensors[flat], self.saved
         if saved is None or not saved.partitions[flat].is_behind:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
         size = saved.block_size
@@ -305,12 +302,6 @@ class SavedCheckpoint:
         """The elements of a frozen parameter that `rank` saved, 1-D."""
         key = "module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS
         return self.model(rank).sound[key][name].reshape(-1)
-
-
-def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The parameter groups in an optimizer's state dict of any stage; empty: not saved."""
-    base = state.get(keys.OPTIMIZER_STATE_DICT, state.get(keys.BASE_OPTIMIZER_STATE))
-    return base.get("param_groups", ()) if isinstance(base, Mapping) else ()
 
 
 def _is_per_element(name: str, value: Any) -> bool:

@@ -39,7 +39,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.shown_state import nan_like
+from deepspeed_ext.zenflow.step.shown_tensor import nan_like
 from deepspeed_ext.zenflow.step.state_store import StateStore
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
@@ -184,7 +184,7 @@ class MasterFragment(TensorFragment):
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         exposed, place = self.state.expose(), self.get_hp_fragment_address()
         # None during a load, which stores the state in this object; its views become stale
-        whole = self.state.handles.handle(self.param_group_index, optim_state_key)
+        whole = self.state.handle(self.param_group_index, optim_state_key)
         if whole is None:
             fragment = super().get_hp_fragment(optim_state_key)
         else:
@@ -234,7 +234,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
-        self.single_partition_of_fp32_groups = parts.host.state.handles.masters
+        self.single_partition_of_fp32_groups = parts.host.state.masters
         for group, master in zip(
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
         ):

@@ -31,7 +31,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.shown_state import nan_like
+from deepspeed_ext.zenflow.step.shown_tensor import nan_like
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -100,7 +100,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         ds_ids = [
             getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat
         ]
-        self.fp32_partitioned_groups_flat = parts.host.state.handles.masters
+        self.fp32_partitioned_groups_flat = parts.host.state.masters
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False

@@ -12,7 +12,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from deepspeed_ext.adapter.upstream import Swap, ThroughputTimer, ops_module
-from deepspeed_ext.zenflow.optimizers.choose import STAND_INS
+from deepspeed_ext.zenflow.optimizers import STAND_INS
 
 __all__ = ["WeakEngine", "held_optimizers", "stream_timer"]
 

@@ -16,13 +16,7 @@ import torch
 
 from deepspeed_ext.adapter.reshard import Target
 from deepspeed_ext.adapter.upstream import is_stored_quantized
-from deepspeed_ext.adapter.zenflow_parts import (
-    GOES_ON,
-    HAS_ENDED,
-    OpenStream,
-    ZenFlowParts,
-    zenflow_of,
-)
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
 from deepspeed_ext.checkpoint.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
@@ -30,6 +24,8 @@ from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["WeightPart", "weight_parts", "weights"]
 
+_HAS_ENDED, _CALLS_ANOTHER, _GOES_ON = range(3)
+"""What a rank does while weights are streamed: `_CALLS_ANOTHER` method of the engine."""
 _ALIGNMENT = 16
 """Alignment of each fragment in a message, in bytes."""
 
@@ -63,7 +59,7 @@ def weights(
         raise ValueError(
             f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}"
         )
-    return stream.whole(bucket_bytes, on_rank, stream.opened())
+    return stream.whole(bucket_bytes, on_rank)
 
 
 def weight_parts(engine: Any) -> Iterator[WeightPart]:
@@ -96,26 +92,37 @@ class _Entry:
         return (each for each in self.fragments or () if each.rank == rank)
 
 
+# Note: [a rank that stops reading]
+# A consumer of streamed weights may raise on one rank. Its iterator then lives on in the traceback,
+# while a `finally:` of the script calls the engine, and the other ranks wait for the next bucket.
+# So every rank says what it does, in one collective: before each bucket, at the beginning of each
+# call of the engine until the stream has ended, and when an iterator is freed.
+
+
 class _Stream:
-    """The weights of an engine between two of its steps."""
+    """The weights of an engine between two of its steps.
+
+    Attributes:
+        ranks: for host tensors.
+        is_open: whether whole weights are being streamed, and buckets are left on all ranks.
+    """
 
     def __init__(self, engine: Any) -> None:
-        zenflow = _require_supported(engine)
+        self._zenflow = zenflow = _require_supported(engine)
         zenflow.settle_masters()
-        self._engine = engine
-        self._zenflow = zenflow
         self._state = zenflow.host.state
         self._version = self._state.version
+        self.is_open = False
         self.ranks = zenflow.state.host_ranks
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
         self._placements = target.layout.placements
-        self._entries = self._find_entries()
+        self._entries = self._find_entries(engine.module)
 
-    def _find_entries(self) -> list[_Entry]:
+    def _find_entries(self, module: torch.nn.Module) -> list[_Entry]:
         """All tensors of the state dict, in its order; a tied one at its first name."""
-        first_names = {id(param): name for name, param in self._engine.module.named_parameters()}
+        first_names = {id(param): name for name, param in module.named_parameters()}
         found: dict[int, tuple[list[str], torch.Tensor]] = {}
-        for name, value in self._engine.module.state_dict(keep_vars=True).items():
+        for name, value in module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
                 found.setdefault(id(value), ([], value))[0].append(name)
         return [
@@ -148,37 +155,48 @@ class _Stream:
                 values = entry.read(None).to("cpu", copy=True).reshape(-1)
                 yield WeightPart(entry.names, entry.shape, 0, values)
 
-    def opened(self) -> OpenStream:
-        """What tells the ranks that one of them has stopped reading."""
-        state, version = self._state, self._version
-        opened = OpenStream(self.ranks, lambda: state.version == version)
-        self._zenflow.streams.append(opened)
-        return opened
+    def whole(self, bucket_bytes: int, on_rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over whole tensors. A collective, which every rank iterates to its end."""
+        self.is_open = True
+        self._zenflow.streams.append(self)
+        return self._iterate(list(_buckets(self._entries, bucket_bytes)), on_rank)
 
-    def whole(
-        self, bucket_bytes: int, on_rank: int | None, opened: OpenStream
+    def _iterate(
+        self, buckets: list[list[_Entry]], on_rank: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors. A collective, which every rank iterates to its end."""
-        buckets = list(_buckets(self._entries, bucket_bytes))
         try:
             for number, bucket in enumerate(buckets, 1):
                 self._require_unchanged()
                 exchange = _Exchange(bucket, self.ranks, on_rank)
                 exchange.prepare()
-                if not opened.agree(GOES_ON):
+                if not self.agree(_GOES_ON):
                     raise StateError(
                         "another rank has stopped reading the weights: see its error. All ranks "
                         "must iterate to the end"
                     )
-                opened.is_open = number < len(buckets)
+                self.is_open = number < len(buckets)
                 for names, tensor in exchange.run():
                     for name in names:
                         yield name, tensor
         finally:
-            opened.agree(HAS_ENDED)
+            self.agree(_HAS_ENDED)
+
+    def agree(self, does: int = _CALLS_ANOTHER) -> bool:
+        """Whether all ranks do the same, and the stream has not ended. A collective, if it is
+        open."""
+        if self.is_open:
+            does = does if self._is_current else _HAS_ENDED
+            least, most = self.ranks.minimum(does, -does)
+            self.is_open = least == -most and does is not _HAS_ENDED
+        return self.is_open
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the weights have not changed since it began."""
+        return self._state.version == self._version
 
     def _require_unchanged(self) -> None:
-        if self._state.version != self._version:
+        if not self._is_current:
             raise StateError(
                 "a step, a load or a write has changed the weights while they were read: read all "
                 "of them in between"

@@ -22,47 +22,9 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
-from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
-from deepspeed_ext.zenflow.step.partition import largest_block_apart, mixed
+from deepspeed_ext.zenflow.start import ZenFlowStart, largest_block_apart, mixed, start_optimizer
 
-__all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
-
-
-HAS_ENDED, CALLS_ANOTHER, GOES_ON = range(3)
-"""What a rank does while weights are streamed: `CALLS_ANOTHER` method of the engine."""
-
-
-# Note: [a rank that stops reading]
-# A consumer of streamed weights may raise on one rank. Its iterator then lives on in the traceback,
-# while a `finally:` of the script calls the engine, and the other ranks wait for the next bucket.
-# So every rank says what it does, in one collective: before each bucket, at the beginning of each
-# call of the engine until the stream has ended, and when an iterator is freed.
-
-
-class OpenStream:
-    """Weights that are being streamed.
-
-    Args:
-        ranks: for host tensors.
-        is_current: whether the weights have not changed since it began.
-
-    Attributes:
-        is_open: whether buckets are left, on all ranks.
-    """
-
-    def __init__(self, ranks: RankGroup, is_current: Callable[[], bool]) -> None:
-        self._ranks = ranks
-        self._is_current = is_current
-        self.is_open = True
-
-    def agree(self, reading: int) -> bool:
-        """Whether all ranks do the same, and the stream has not ended. A collective, if it is
-        open."""
-        if self.is_open:
-            reading = reading if self._is_current() else HAS_ENDED
-            least, most = self._ranks.minimum(reading, -reading)
-            self.is_open = least == -most and reading is not HAS_ENDED
-        return self.is_open
+__all__ = ["ZenFlowParts", "zenflow_of"]
 
 
 _registrations = 0
@@ -117,7 +79,7 @@ class ZenFlowParts:
         state: saves, loads and exports state.
         readiness: decides which calls may run.
         backward_pass: DeepSpeed's state of a backward pass.
-        streams: weights that are being streamed.
+        streams: weights that are being streamed, of `weight_stream`.
     """
 
     def __init__(self, zero: Any, partitions: ZeroPartitions, start: ZenFlowStart) -> None:
@@ -129,7 +91,7 @@ class ZenFlowParts:
         weights = partitions.weights
         self.partitions = partitions
         self.host = host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks)
-        if start.run.config.overlapped:
+        if start.config.overlapped:
             _warn_of_mixed_blocks(partitions, host.rule.block_size)
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
@@ -137,13 +99,13 @@ class ZenFlowParts:
         self.backward_pass = BackwardPass(partial(_begin_backward, zero))
         self.readiness = Readiness(
             host,
-            start.run.config,
+            start.config,
             self.backward_pass,
             offloaded=lambda: zero.offloaded_states,
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,
         )
         self.state = ReachedState(host, partitions, ranks, scale, self.readiness)
-        self.streams: list[OpenStream] = []
+        self.streams: list[Any] = []
         self._untrained = Untrained(partitions.trained())
 
     def warn_of_untrained(self, module: torch.nn.Module) -> None:
@@ -165,12 +127,12 @@ class ZenFlowParts:
             first: another check, made before.
 
         Raises:
-            StateError: on every rank, if any rank's changes cannot; see `ShownState.changes`.
+            StateError: on every rank, if any rank's changes cannot; see `StateStore.changes`.
         """
         with together(self.host.ranks, otherwise=None):
             first()
             if not self.host.link.failed:  # otherwise all ranks get its error
-                self.host.state.handles.changes()
+                self.host.state.changes()
 
     @property
     def moments(self) -> list[str]:
@@ -184,7 +146,7 @@ class ZenFlowParts:
             StateError: this is a forked process; the engine belongs to its parent.
         """
         self.host.link.home.require()
-        self.streams[:] = [each for each in self.streams if each.agree(CALLS_ANOTHER)]
+        self.streams[:] = [each for each in self.streams if each.agree()]
 
     def settle_masters(self) -> None:
         """Wait on all ranks until p is final, also while states are offloaded. A collective.
@@ -233,7 +195,7 @@ def _begin_backward(zero: Any) -> None:
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:
     """Warn of replicated parameters that tensor-parallel ranks would predict differently; see
-    `copies`."""
+    `mixed`."""
     runs_of_all = partitions.runs()
     if found := [name for runs in runs_of_all for name in mixed(runs, block_size)]:
         warn_once(

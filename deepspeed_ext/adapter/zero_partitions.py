@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller, reducing_bytes
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.step.partition import Run
+from deepspeed_ext.zenflow.start import Piece
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions"]
@@ -45,7 +45,7 @@ class ZeroPartitions(Protocol):
     def trained(self) -> Iterator[Any]:
         """All trained parameters."""
 
-    def runs(self) -> list[list[Run]]:
+    def runs(self) -> list[list[Piece]]:
         """The parameters of each partition."""
 
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:
@@ -138,12 +138,12 @@ class GroupPartitions:
     def trained(self) -> Iterator[Any]:
         return (param for group in self._zero.bit16_groups for param in group)
 
-    def runs(self) -> list[list[Run]]:
-        found: list[list[Run]] = [[] for _ in self._masters]
+    def runs(self) -> list[list[Piece]]:
+        found: list[list[Piece]] = [[] for _ in self._masters]
         for param in (param for group in self._zero.params_in_partition for param in group):
             index, _, begin, numel = self._zero.grad_position[self._zero.get_param_id(param)]
             is_copy = not is_model_parallel_parameter(param)
-            found[index].append(Run(begin, begin + numel, is_copy, str(tuple(param.shape))))
+            found[index].append(Piece(begin, begin + numel, is_copy, str(tuple(param.shape))))
         return found
 
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:
@@ -219,15 +219,15 @@ class SubGroupPartitions:
     def trained(self) -> Iterator[Any]:
         return (param for group in self._zero.fp16_groups for param in group)
 
-    def runs(self) -> list[list[Run]]:
-        found: list[list[Run]] = []
+    def runs(self) -> list[list[Piece]]:
+        found: list[list[Piece]] = []
         for group in self._zero.fp16_groups:
             found.append([])
             end = 0
             for param in group:
                 begin, end = end, end + param.partition_numel()
                 is_copy = not is_model_parallel_parameter(param)
-                found[-1].append(Run(begin, end, is_copy, str(tuple(param.ds_shape))))
+                found[-1].append(Piece(begin, end, is_copy, str(tuple(param.ds_shape))))
         return found
 
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:

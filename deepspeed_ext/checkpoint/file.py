@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,7 +78,6 @@ class SavedFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._is_sound = False
         with reading(path):
             _require_sound(path, most_bytes=_SMALL_BYTES)
             maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
@@ -98,22 +98,16 @@ class SavedFile:
         save_id = mark.get(_SAVE_ID)
         self.save_id = None if save_id is None else str(save_id)
 
-    @property
+    @cached_property
     def sound(self) -> Mapping[str, Any]:
-        """The content, after `require_sound`."""
-        self.require_sound()
-        return self.content
-
-    def require_sound(self) -> None:
-        """Verify all checksums, once.
+        """The content, once all checksums are verified.
 
         Raises:
             CheckpointError: the file is damaged.
         """
-        if not self._is_sound:
-            with reading(self.path):
-                _require_sound(self.path, least_bytes=_SMALL_BYTES + 1)
-            self._is_sound = True
+        with reading(self.path):
+            _require_sound(self.path, least_bytes=_SMALL_BYTES + 1)
+        return self.content
 
 
 def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf) -> None:

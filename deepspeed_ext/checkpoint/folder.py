@@ -44,7 +44,6 @@ __all__ = [
     "CheckpointFolder",
     "FolderState",
     "choose_save",
-    "last_written",
 ]
 
 _RESERVED = ".dsext-"
@@ -361,11 +360,18 @@ class CheckpointFolder:
                     other._clear(found["key"])
 
     def _is_leftover(self, key: str, now: float, is_own: bool) -> bool:
-        """Whether no save with this key goes on; `is_own`: this job saves under the same tag."""
-        staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
-        if staging in _in_use:
+        """Whether no save with this key goes on; `is_own`: this job saves under the same tag. A
+        folder that is being swapped is found under one of its two names."""
+        if (staging := self._beside(_STAGING, key)) in _in_use:
             return False
-        return is_own or last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
+        if is_own:
+            return True
+        times = [0.0]
+        for folder in filter(os.path.isdir, (staging, self.path, self._beside(_REPLACED, key))):
+            for path in [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]:
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    times.append(os.stat(path).st_mtime)
+        return max(times) < now - _QUIET_SECONDS
 
     def _clear(self, key: str) -> None:
         """Remove the leftovers of an interrupted save; if it is complete and the only one, finish
@@ -374,17 +380,6 @@ class CheckpointFolder:
         self._discard(self._beside(_STAGING, key))
         if self._holds_save():
             self._drop_replaced(self._beside(_REPLACED, key))
-
-
-def last_written(folders: Sequence[str]) -> float:
-    """The time of the last write in these folders. A folder that is being swapped is found under
-    one of its two names."""
-    times = [0.0]
-    for folder in filter(os.path.isdir, folders):
-        for path in [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]:
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                times.append(os.stat(path).st_mtime)
-    return max(times)
 
 
 def _save_id(folder: str) -> str | None:

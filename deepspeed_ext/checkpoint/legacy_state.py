@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PredictivePartitionValues, Tensors
+from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
@@ -18,7 +18,7 @@ __all__ = ["CollectedValues", "converted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectedValues(PredictivePartitionValues):
+class CollectedValues(PartitionValues):
     """A partition saved inside an interval of several steps, which the predictive rule had.
 
     Attributes:

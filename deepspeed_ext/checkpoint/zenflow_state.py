@@ -13,7 +13,7 @@ of ranks, before a load changes anything.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -25,19 +25,17 @@ from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, logger, one_line
 from deepspeed_ext.runtime.proc import host_id
-from deepspeed_ext.zenflow.built_parts import SAVED
-from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
+from deepspeed_ext.zenflow.optimizers import LAYOUTS
+from deepspeed_ext.zenflow.rules import RULES
 from deepspeed_ext.zenflow.rules.saved import FLOATS, PartitionValues
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Observer
-from deepspeed_ext.zenflow.step.schedule import State
-from deepspeed_ext.zenflow.step.shown_state import write
+from deepspeed_ext.zenflow.step.first_steps import FirstSteps
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "STATE_KEY",
     "SavedState",
-    "adopt_optimizer_state",
     "read_saved_state",
     "restore",
     "state_of",
@@ -66,7 +64,7 @@ class SavedState:
     rule: Literal["predictive", "selective"]
     kernel: str
     block_size: int
-    schedule: State
+    schedule: Any
     optimizer: str = ADAM_STATE.name
     moment_dtype: StateDtype = "float32"
     updates: int
@@ -105,17 +103,11 @@ class SavedState:
                 f"{list(numels)}: resume with the same model, stage and number of ranks, or "
                 "convert to a universal checkpoint"
             )
-        weights = sizes if self.weights is None else [each.numel() for each in self.weights]
-        if weights != sizes:
-            raise CheckpointError(
-                f"the saved ZenFlow state does not fit: weights of {weights} elements for "
-                f"partitions of {sizes}: {LOAD_ANOTHER}"
-            )
-        layout = LAYOUTS[self.optimizer]
+        layout, weights = LAYOUTS[self.optimizer], self.weights
         for index, partition in enumerate(self.partitions):
             found = list(partition.tensors(layout, self.block_size))
-            if self.weights is not None:
-                found.append(("weights", self.weights[index], partition.numel, FLOATS))
+            if weights is not None:
+                found.append(("weights", weights[index], partition.numel, FLOATS))
             for name, tensor, numel, dtypes in found:
                 if tuple(tensor.shape) != (numel,) or tensor.dtype not in dtypes:
                     raise CheckpointError(
@@ -127,7 +119,7 @@ class SavedState:
 
 _READER = TypeAdapter(SavedState)
 _READERS: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    rule: (TypeAdapter(state), TypeAdapter(values)) for rule, (state, values) in SAVED.items()
+    name: (TypeAdapter(rule.position), TypeAdapter(rule.values)) for name, rule in RULES.items()
 }
 
 
@@ -188,10 +180,10 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
     layout = host.kind.layout
     return {
         "version": _VERSION,
-        "rule": host.rule.name,
+        "rule": host.decided.rule.name,
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
-        "schedule": host.rule.schedule.state_dict(),
+        "schedule": asdict(host.rule.schedule.state),
         "updates": host.state.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
@@ -215,7 +207,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
     }
 
 
-def _plan_of(first_steps: Observer) -> dict[str, Any]:
+def _plan_of(first_steps: FirstSteps) -> dict[str, Any]:
     """The threads of the optimizer process, and whether they and the share on the accelerator were
     chosen from measured steps on this machine, named by its boot id."""
     is_chosen = first_steps.is_chosen
@@ -230,23 +222,6 @@ def _chosen_threads(plan: Mapping[str, Any] | None) -> int | None:
     is_chosen = plan.get("is_chosen", plan.get("device_seconds", 0.0) > 0.0)
     threads: int | None = plan["threads"]
     return threads if is_chosen else None
-
-
-def adopt_optimizer_state(
-    host: HostOptimizer,
-    clear_padding: Callable[[Sequence[Sequence[torch.Tensor]]], None],
-) -> None:
-    """Copy the moments and step counts that DeepSpeed has loaded into the user's optimizer to the
-    arena.
-
-    Args:
-        clear_padding: zeroes the padding of each partition's p and moments, which may be nonzero in
-            a checkpoint.
-    """
-    loaded = host.state.handles.loaded()
-    write(loaded)
-    clear_padding([state.arrays for state in host.state.wholes])
-    host.state.replaced([each.updates or 0 for each in loaded])
 
 
 def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
@@ -285,8 +260,9 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    host.rule.schedule.load_state_dict(asdict(saved.schedule))
+    host.rule.schedule.load(saved.schedule)
     host.state.counts = saved.counts
+    host.state.bind()
     host.rule.restore(saved.partitions)
     host.rule.resume()
     return True
@@ -311,8 +287,8 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     """The setting that keeps the run from continuing bitwise because it changed; None: nothing
     does."""
     rule, partitions = host.rule, saved.partitions
-    if saved.rule != rule.name:
-        return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
+    if saved.rule != (name := host.decided.rule.name):
+        return f"zenflow.update_rule ({saved.rule} in the checkpoint, {name} now)"
     if saved.block_size != rule.block_size:
         return (
             f"the block size of zenflow ({saved.block_size} "

@@ -26,7 +26,6 @@ __all__ = [
     "OwnProcess",
     "end_with_parent",
     "is_of_handler",
-    "make_first_calls",
     "python_command",
 ]
 
@@ -49,18 +48,6 @@ def end_with_parent() -> None:
     The thread may already have ended; the caller checks this afterwards.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def make_first_calls() -> None:
-    """Make the process's first call of MKL's ``sqrt``; modules with threads do so when imported.
-
-    MKL chooses its code for ``sqrt`` at the first call in a process. If several threads make that
-    call at the same time, one of them may get a version with 12 correct bits, for this call only
-    (pytorch#188792); measured: in one fresh process of 55.
-    """
-    import torch  # not before the optimizer process has set its threads
-
-    torch.ones(1, dtype=torch.float32, device="cpu").sqrt()
 
 
 def is_of_handler(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,6 +56,8 @@ MOST_TOLD = 8
 _FAILED, _FLAGGED, _FINE = range(3)
 """A rank's state in an agreement. The minimum over all ranks decides."""
 _SCRATCH_NUMEL = 8
+_PAUSE_SECONDS = 0.002
+_GO, _NO = b"go", b"no"
 all_gather_single = (
     getattr(torch.distributed, "all_gather_single", None)
     or torch.distributed.all_gather_into_tensor
@@ -129,16 +132,6 @@ class RankGroup:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return tuple(tensor.tolist())
 
-    def largest(self, value: int) -> tuple[int, int]:
-        """Return the largest of the ranks' values, and the lowest rank that has it. A collective.
-
-        Args:
-            value: not negative; times the number of ranks, it fits into 63 bits.
-        """
-        found = self.minimum(self.rank - value * self.size)[0]
-        owner = found % self.size
-        return (owner - found) // self.size, owner
-
     def all(self, flag: bool) -> bool:
         """Whether `flag` is true on every rank. A collective."""
         return bool(self.minimum(int(flag))[0])
@@ -204,6 +197,28 @@ class RankGroup:
         return [
             pickle.loads(row[:size].tobytes()) for row, size in zip(contents, sizes, strict=True)
         ]
+
+    def meet(self, what: str, within_seconds: float) -> bool:
+        """Whether all ranks come here in time, so that a collective may follow which a rank could
+        also be missing from. They meet at the process group's store, where the first to write
+        decides: all have come, or one has waited in vain. A rank may come again.
+
+        Args:
+            what: a name that no other meeting has; equal on all ranks.
+        """
+        if self.size == 1:
+            return True
+        store = torch.distributed.distributed_c10d._get_default_store()
+        name = f"deepspeed_ext {what}"
+        come, ends = store.add(f"{name} come", 1), time.monotonic() + within_seconds
+        decision = _GO if come == self.size else b""
+        while not decision:
+            time.sleep(_PAUSE_SECONDS)
+            if store.check([name]):
+                decision = store.get(name)
+            elif time.monotonic() > ends:
+                decision = _NO
+        return bool(store.compare_set(name, "", decision.decode()) == _GO)
 
     def _gathered_number(self, number: int) -> list[int]:
         """The ranks' numbers, in order. A collective."""
@@ -300,11 +315,8 @@ def open_communicators(groups: Sequence[RankGroup]) -> None:
     rank passes its own groups in the same order. Does nothing on the CPU accelerator."""
     if get_accelerator().is_synchronized_device():
         return
-    opened: set[int] = set()
     for group in groups:
-        if id(group.group) not in opened or group.group is None:
-            opened.add(id(group.group))
-            group.minimum(0)
+        group.minimum(0)
 
 
 def raise_together(
@@ -417,30 +429,37 @@ def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
         yield
 
 
-class DeferredError:
+class DeferredError(AbstractContextManager[None]):
     """Keeps the first error of code that must not raise yet, because the other ranks continue to a
-    collective.
+    collective: of its blocks, behind which the code continues.
+
+    A class, because a signal handler may raise at any line: before a generator's ``yield``, that
+    error would be kept and the block skipped.
+
+    Args:
+        convert: returns the error to keep in the place of one that a block raises.
 
     Attributes:
         error: the error; None if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, convert: Callable[[Exception], Exception] = lambda error: error) -> None:
         self.error: Exception | None = None
+        self._convert = convert
 
     def note(self, error: Exception) -> None:
         """Keep `error`, unless one is kept already."""
         self.error = self.error or error
 
-    def deferring_errors(
-        self, convert: Callable[[Exception], Exception] = lambda error: error
-    ) -> AbstractContextManager[None]:
-        """Keep an error that the block raises, and continue after the block.
+    def deferring_errors(self) -> AbstractContextManager[None]:
+        """Keep an error that the block raises, and continue after the block."""
+        return self
 
-        Args:
-            convert: returns the error to keep in its place.
-        """
-        return _DeferringErrors(self, convert)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.note(self._convert(error))
+        return True
 
     def take(self) -> Exception | None:
         """Return the error and clear it; for `raise_together`."""
@@ -451,21 +470,6 @@ class DeferredError:
         """Raise the error, if there is one, and clear it; for use inside `together`."""
         if (error := self.take()) is not None:
             raise error
-
-
-class _DeferringErrors(AbstractContextManager[None]):
-    """The block of `DeferredError.deferring_errors`. A class, because a signal handler may raise at
-    any line: before a generator's ``yield``, that error would be kept and the block skipped."""
-
-    def __init__(self, kept: DeferredError, convert: Callable[[Exception], Exception]) -> None:
-        self._kept = kept
-        self._convert = convert
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._kept.note(self._convert(error))
-        return True
 
 
 def _number(value: Any) -> int:

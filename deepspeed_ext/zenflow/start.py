@@ -3,92 +3,77 @@ plans compared once, and exactly the plan is built."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
+from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.cores.threads import unbound_threads
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
-from deepspeed_ext.zenflow.built_parts import RULES, partition_of, prepare_kernels
-from deepspeed_ext.zenflow.first_steps import FirstSteps
-from deepspeed_ext.zenflow.optimizers.choose import kind_of
+from deepspeed_ext.zenflow.optimizers import kind_of
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import thread_counts
+from deepspeed_ext.zenflow.plan.times import thread_counts
+from deepspeed_ext.zenflow.rules import RULES
+from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.partition import WholeState
+from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffers
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["ZenFlowRun", "ZenFlowStart", "start_optimizer"]
+__all__ = [
+    "Piece",
+    "ZenFlowStart",
+    "largest_block_apart",
+    "mixed",
+    "start_optimizer",
+    "with_timeout",
+]
 
 
-@dataclass(frozen=True)
-class ZenFlowRun:
-    """The section as the user wrote it, with values that are known only at run time.
+def with_timeout(
+    config: ZenFlowConfig, group_timeouts_seconds: Iterable[float] = ()
+) -> ZenFlowConfig:
+    """`config` with a default timeout that is lowered if the collectives in which other ranks wait
+    would time out first.
 
-    Attributes:
-        worker_timeout_seconds: longest wait for the worker, as the user set it, or a default that
-            may have been lowered.
-        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
-            the data loader.
-        ratio: ``offload_optimizer.ratio``.
+    Args:
+        group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this
+            one; empty if there are no other ranks.
+
+    Raises:
+        ConfigError: the user's timeout is not below that of the collectives.
     """
-
-    config: ZenFlowConfig
-    worker_timeout_seconds: float
-    steps_per_epoch: int | None = None
-    ratio: Ratio = 1.0
-
-    @classmethod
-    def of(
-        cls,
-        config: ZenFlowConfig,
-        group_timeouts_seconds: Iterable[float] = (),
-        steps_per_epoch: int | None = None,
-        ratio: Ratio = 1.0,
-    ) -> ZenFlowRun:
-        """Add the run-time values to `config`.
-
-        The default timeout is lowered if the collectives in which other ranks wait would time out
-        first.
-
-        Args:
-            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
-                this one; empty if there are no other ranks.
-            steps_per_epoch, ratio: see the attributes.
-
-        Raises:
-            ConfigError: the user's timeout is not below that of the collectives.
-        """
-        timeout = config.worker_timeout_seconds
-        shortest = min(group_timeouts_seconds, default=float("inf"))
-        if timeout >= shortest:
-            if "worker_timeout_seconds" in config.model_fields_set:
-                raise ConfigError(
-                    f"zero_optimization.zenflow.worker_timeout_seconds = {timeout:g} is not below "
-                    f"the process group's timeout of {shortest:g} s, after which the communication "
-                    "library ends the job: lower it, or raise the group's timeout "
-                    "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
-                )
-            timeout = shortest / 2
-        return cls(config, timeout, steps_per_epoch, ratio)
+    timeout = config.worker_timeout_seconds
+    shortest = min(group_timeouts_seconds, default=float("inf"))
+    if timeout < shortest:
+        return config
+    if "worker_timeout_seconds" in config.model_fields_set:
+        raise ConfigError(
+            f"zero_optimization.zenflow.worker_timeout_seconds = {timeout:g} is not below the "
+            f"process group's timeout of {shortest:g} s, after which the communication library "
+            "ends the job: lower it, or raise the group's timeout (init_distributed, or "
+            "DEEPSPEED_TIMEOUT in minutes)"
+        )
+    return config.model_copy(update={"worker_timeout_seconds": shortest / 2})
 
 
 @dataclass(frozen=True)
@@ -96,21 +81,24 @@ class ZenFlowStart:
     """What an engine passes to its ZenFlow optimizer.
 
     Attributes:
-        run: the ``zenflow`` section of this run.
+        config: from `with_timeout`.
         ranks: the ranks that the model is spread over. They agree on every choice that changes
             weights, and an error on one is raised on all.
-        placement: the worker's cores and memory node from the core plan; None: unbound.
         undo: receives the callback that stops the worker and frees the arena, in case the engine's
             constructor fails later.
-        cores: number of this rank's cores in the core plan, PyTorch's included; None: unbound.
+        binding: this rank's cores; None: unbound.
+        ratio: ``offload_optimizer.ratio``.
+        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
+            the data loader.
         sums_in_fp32: whether micro-steps are summed in fp32: not if the config asks for bf16.
     """
 
-    run: ZenFlowRun
+    config: ZenFlowConfig
     ranks: RankGroup
-    placement: WorkerPlacement | None
     undo: ExitStack
-    cores: int | None = None
+    binding: CoreBinding | None = None
+    ratio: Ratio = 1.0
+    steps_per_epoch: int | None = None
     sums_in_fp32: bool = True
 
 
@@ -141,7 +129,7 @@ def start_optimizer(
     """
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
     with together(ranks, otherwise=None):
-        kind = kind_of(optimizer, start.run.config)
+        kind = kind_of(optimizer, start.config)
         threads = _threads(start)
     with together(ranks):
         mine = RankFacts(
@@ -156,22 +144,26 @@ def start_optimizer(
     facts = ZenFlowFacts(every, caller, ranks.rank, layout, is_on_cpu=is_on_cpu)
     with within(ranks, replicas):  # stages of a pipeline may have different groups
         require_same_plan("ZenFlow's partitions", list(groups), replicas)
-    plan, buffers = _plan_with_buffers(facts, start.run, ranks)
-    prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
+    plan, buffers = _plan_with_buffers(facts, start)
+    kind.prepare_kernels(plan, parts, warns=ranks.rank == 0)
     metrics = Metrics()
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.close)
-    heads = None
-    if plan.has_heads:
-        heads = Heads.on_all_ranks(plan, parts, link.arena, kind, ranks)
+    heads = Heads.if_all_have_room(plan, parts, link.arena, kind, ranks) if plan.has_heads else None
+    if plan.has_heads and heads is None:
+        raise OutOfMemoryError(
+            f"offload_optimizer.ratio keeps {plan.head_bytes:,} bytes of the optimizer on the "
+            f"accelerator of rank {ranks.rank}, and a rank has no memory for its part: raise the "
+            'ratio, or set it to "auto"'
+        )
     states = [
         _state(plan.rule.layout, i, group, link.arena, partial(weights, i))
         for i, group in enumerate(groups)
     ]
-    partitions = [partition_of(plan, i, state, link.arena) for i, state in enumerate(states)]
+    partitions = [Partition.of(plan, i, state, link.arena) for i, state in enumerate(states)]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
-    rule = RULES[type(plan.rule)](plan, partitions, link, ranks, kind, metrics)
+    rule = RULES[plan.rule.name](plan, partitions, link, kind, ranks)
     store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
     host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=is_on_cpu)
@@ -179,44 +171,45 @@ def start_optimizer(
 
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:
-    """The worker's threads."""
-    placement, reserved = start.placement, start.run.config.pt_reserved_cores
-    if placement is None:
-        on_cpu = get_accelerator().is_synchronized_device()
-        count = unbound_threads(reserved, local_world_size(), on_cpu=on_cpu)
-    else:
-        count = placement.threads
-    return WorkerThreads(placement, count, start.run.worker_timeout_seconds)
+    config = start.config
+    placement = None if start.binding is None else start.binding.worker_placement
+    if placement is not None:
+        return WorkerThreads(placement, placement.threads, config.worker_timeout_seconds)
+    on_cpu = get_accelerator().is_synchronized_device()
+    count = unbound_threads(config.pt_reserved_cores, local_world_size(), on_cpu=on_cpu)
+    return WorkerThreads(None, count, config.worker_timeout_seconds)
 
 
 def _plan_with_buffers(
-    facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup
+    facts: ZenFlowFacts, start: ZenFlowStart
 ) -> tuple[ZenFlowPlan, list[LandingBuffer]]:
     """The plan and its landing buffers, or a plan without them if a rank cannot allocate them. A
     collective."""
-    plan = _agreed_plan(facts, run, ranks)
-    buffers = landing_buffers(plan, ranks)
+    plan = _agreed_plan(facts, start)
+    buffers = landing_buffers(plan, start.ranks)
     if buffers is None:
-        plan, buffers = _agreed_plan(replace(facts, refuses_landing=True), run, ranks), []
+        plan, buffers = _agreed_plan(replace(facts, refuses_landing=True), start), []
     if plan.shortage is not None:
-        raise agreed(OutOfMemoryError(plan.shortage), ranks)
+        raise agreed(OutOfMemoryError(plan.shortage), start.ranks)
     return plan, buffers
 
 
-def _agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFlowPlan:
+def _agreed_plan(facts: ZenFlowFacts, start: ZenFlowStart) -> ZenFlowPlan:
     """The plan of this rank. A collective."""
-    config, steps = run.config, run.steps_per_epoch
+    config, ranks, steps = start.config, start.ranks, start.steps_per_epoch
     with together(ranks, otherwise=None):
-        plan = decide(facts, config, ratio=run.ratio, steps_per_epoch=steps)
+        plan = decide(facts, config, ratio=start.ratio, steps_per_epoch=steps)
     fields = config.model_dump(exclude={"pt_reserved_cores"})
     by_epoch = config.select_strategy == "epoch"  # otherwise ranks may load different data
-    settings = fields, steps if by_epoch else None, run.ratio
+    settings = fields, steps if by_epoch else None, start.ratio
     require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
     if ranks.rank == 0:
         if plan.rule.warning is not None:
             logger.warning(plan.rule.warning)
-        for reason in plan.reasons:
-            (logger.info if reason.is_open else logger.debug)(str(reason))
+        is_chosen = plan.measures_share or plan.host_share not in (1.0, start.ratio)
+        logger.log(logging.INFO if is_chosen else logging.DEBUG, plan.share_reason)
+        for reason in plan.other_reasons:
+            logger.debug(reason)
     return plan
 
 
@@ -235,14 +228,15 @@ def _first_steps(
     the pass and forward share cores, with exact weights that arrive in forward, where no step
     is synchronous, and where they are pinned near their memory.
     """
-    config, rule, count = start.run.config, plan.rule, threads.count
+    config, rule, count = start.config, plan.rule, threads.count
     pinned = threads.placement is not None and threads.placement.pin_each_thread
     is_late = plan.wait is Wait.FORWARD and not rule.overlapped
     stay = pinned or is_on_cpu or is_late or rule.limits or not config.autotune
     counts = (count,) if stay else thread_counts(count)
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):
         return None
-    cores = None if start.cores is None else (count, start.cores)
+    of_rank = None if start.binding is None else start.binding.cores
+    cores = None if of_rank is None else (count, of_rank)
     return FirstSteps(metrics, config, plan.measures_share, counts=counts, cores=cores)
 
 
@@ -262,3 +256,41 @@ def _state(
     return WholeState(
         group, weights, p.requires_grad_(), dict(zip(layout.names, moments, strict=True))
     )
+
+
+class Piece(NamedTuple):
+    """The elements of one parameter in a partition, from `begin` to `end` (exclusive)."""
+
+    begin: int
+    end: int
+    is_copy: bool
+    """Whether other tensor-parallel ranks have the same elements."""
+    name: str = ""
+    """What to call the parameter in a message."""
+
+
+def mixed(pieces: Sequence[Piece], block_size: int) -> list[str]:
+    """Names of the copies that share a block with a sharded parameter.
+
+    With tensor parallelism a rank has shards of some parameters and copies of others. An element's
+    estimate depends on the mean of v over its block. A block with elements of both kinds has a
+    different mean on each rank, so the copies would silently diverge.
+
+    Args:
+        pieces: of one partition, in any order.
+    """
+
+    def ends(piece: Piece) -> set[int]:  # only these blocks may be shared with another piece
+        return {piece.begin // block_size, (piece.end - 1) // block_size}
+
+    found = [piece for piece in pieces if piece.end > piece.begin]
+    divided = {block for piece in found if not piece.is_copy for block in ends(piece)}
+    return [piece.name for piece in found if piece.is_copy and ends(piece) & divided]
+
+
+def largest_block_apart(partitions: Sequence[Sequence[Piece]], block_size: int) -> int:
+    """The largest power of two up to `block_size` with which no copy shares a block."""
+    size = 1 << (block_size.bit_length() - 1)
+    while size > 1 and any(mixed(pieces, size) for pieces in partitions):
+        size //= 2
+    return size

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_ext.zenflow.kernels import predict
-from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses, publish_ahead
-from deepspeed_ext.zenflow.rules.predictive import (
-    PredictivePlan,
-    PredictiveSchedule,
-)
+from deepspeed_ext.zenflow.optimizers.adam import effect_of, inverses, publish_ahead
+from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.step.rule import StepPlan
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from studies.numerics.rule import Gradient, Host, Rule, Start
 
@@ -80,9 +78,7 @@ class Ours(Rule):
         self.last = step
         self.schedule.advance(plan)
 
-    def _step_part(
-        self, plan: PredictivePlan, part: _Part, grad: torch.Tensor, step: AdamStep
-    ) -> None:
+    def _step_part(self, plan: StepPlan, part: _Part, grad: torch.Tensor, step: AdamStep) -> None:
         host = part.host
         if not plan.predicts:
             host.step(grad, step)

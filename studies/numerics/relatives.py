@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext.zenflow.optimizers.adam_estimator import publish_ahead
+from deepspeed_ext.zenflow.optimizers.adam import publish_ahead
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from studies.numerics.rule import AdamW, Gradient, Host, Rule, Start
 

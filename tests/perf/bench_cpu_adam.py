@@ -37,7 +37,7 @@ from deepspeed_ext.zenflow.worker.kernel import (
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from tests.perf import report
-from tests.support.arenas import arena_kinds
+from tests.support.arenas import arena_of
 
 BLOCK_SIZE = 32
 SIZES = {
@@ -99,7 +99,7 @@ class Contender:
 
 
 def pass_arena(numel: int, state: StateLayout = ADAM_STATE) -> Arena:
-    arena = Arena.create(plan_layout(arena_kinds(layout=state).of(0, numel)))
+    arena = Arena.create(plan_layout(arena_of(numel, layout=state)))
     arena.tensor("g").normal_()
     arena.tensor("v").fill_(128 if state.is_coded else 1e-2)
     for kind in state.scales:

@@ -153,7 +153,7 @@ def plan() -> dict[str, Any]:
     host = getattr(optimizer, "host_optimizer", None)
     if host is None:
         return {}
-    reasons = [str(reason) for reason in host.decided.reasons]
+    reasons = list(host.decided.reasons)
     config = {"ratio": host.decided.host_share}
     return {"config": config, "reasons": reasons}
 

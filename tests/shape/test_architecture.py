@@ -180,7 +180,7 @@ WIDE_RECORDS = {
     "commands.memory.setup.Setup",
     "checkpoint.zenflow_state.SavedState",
     "zenflow.plan.arrays.ArraySpec",
-    *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
+    *("zenflow.plan.times.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
     "zenflow.step.partition.Partition",
     "zenflow.worker.kernel.adam_pass.AdamStep",
     *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass",)),

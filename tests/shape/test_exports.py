@@ -11,11 +11,7 @@ from tools.architecture import PACKAGE, ROOT, module_name
 USED_OTHERWISE = {
     "deepspeed_ext.integrations.transformers.log_measurements",  # by users
     *(  # by name, where Triton is there
-        f"deepspeed_ext.zenflow.kernels.device.{kernel}"
-        for kernel in (
-            *("adam_step", "norms", "predict"),
-            "sums_of_squares",
-        )
+        f"deepspeed_ext.zenflow.kernels.device.{kernel}" for kernel in ("adam_step", "predict")
     ),
     # by name, when they are needed
     "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module

@@ -125,18 +125,6 @@ class Case:
             each.masked_fill_(each.abs() < torch.finfo(torch.bfloat16).tiny, 0.0)
         return pairs
 
-    def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Sums in another order: equal but for the last bits of fp64."""
-        dtype = self.random.choice(READ)
-        sizes = [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)]
-        tensors = [self.array(dtype, size).nan_to_num_(1.0, 2.0, 3.0) for size in sizes]
-        found = launch.norms(tensors)
-        wanted = torch.stack([tensor.double().norm() for tensor in tensors])
-        assert torch.allclose(found, wanted, rtol=1e-13, atol=0), (found, wanted)
-        tensors[-1][-1] = math.nan
-        assert launch.norms(tensors).isfinite().tolist() == [True, True, True, False]
-        return []
-
 
 def rounded_sqrt(array: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     """The square root, correctly rounded: fp64 has more than twice the bits."""
@@ -144,19 +132,13 @@ def rounded_sqrt(array: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def main(cases: int, seed: int) -> None:
-    accelerator = SimpleNamespace(
-        device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor
-    )
+    accelerator = SimpleNamespace(device=lambda index: nullcontext())
     patch.object(launch, "_found", lambda device_type: device).start()
     patch.object(launch, "get_accelerator", lambda: accelerator).start()
     patch.object(torch, "sqrt", rounded_sqrt).start()
     for number in range(seed, seed + cases):
         case = Case.invent(number)
-        for kernel in (
-            case.predict,
-            case.adam_step,
-            *([case.norms] if number % 8 == 0 else []),
-        ):
+        for kernel in (case.predict, case.adam_step):
             for found, wanted in kernel():
                 if not torch.equal(
                     found.nan_to_num(7e3), wanted.nan_to_num(7e3)

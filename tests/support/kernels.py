@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.worker.kernel import (
     load_kernel,
 )
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.definition import encode
+from deepspeed_ext.zenflow.worker.kernel.definition import decode, encode
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
@@ -166,3 +166,12 @@ class Problem:
         if not steps:
             kernel.run(make_pass(self.found, self.block, self.publishes(None, factors), **how))
         return self.found
+
+
+def moments_of(problem: Problem) -> list[torch.Tensor]:
+    """m and v in fp32."""
+    values = [problem[name].float() for name in "mv"]
+    if problem.kind == "int8":
+        for name, out in zip("mv", values, strict=True):
+            decode(problem[name], problem[f"{name}_scales"], problem.block, out)
+    return values

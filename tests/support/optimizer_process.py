@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import psutil
@@ -15,7 +15,7 @@ from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish, library_path
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from tests.support.arenas import arena_kinds
+from tests.support.arenas import arena_of
 from tests.support.waiting import GENEROUS_SECONDS
 
 NUMEL = 10_000
@@ -25,7 +25,7 @@ PASS = WorkerTask(0, 0, Publish.exact(STEP.bias_correction2_sqrt, STEP.eps), STE
 
 def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
     """A plan for one partition of `numel` elements; `changes` are other fields of it."""
-    layout = plan_layout(arena_kinds().of(0, numel))
+    layout = plan_layout(arena_of(numel))
     return replace(WorkerPlan(layout, ADAM_STATE, 32, None, 1, library_path()), **changes)
 
 
@@ -36,7 +36,8 @@ def running(
     """An arena and its process, which is closed at the end; `changes` are fields of the plan."""
     plan = make_plan(numel, **changes)
     arena = Arena.create(plan.layout)
-    with OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds) as process:
+    process = OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds)
+    with closing(process):
         yield arena, process
 
 

@@ -76,6 +76,8 @@ class Run(NamedTuple):
             config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)
         if self.setting in ROUNDED and "zenflow" in config["zero_optimization"]:
             config["zero_optimization"]["zenflow"]["state_dtype"] = ROUNDED[self.setting]
+        if self.setting == "sub_groups":
+            config["zero_optimization"]["sub_group_size"] = 1000
         if self.setting in ZERO_FIELDS:
             config["zero_optimization"][self.setting] = ZERO_FIELDS[self.setting]
         return config

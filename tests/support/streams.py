@@ -12,11 +12,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.timing import Stopwatch
-from deepspeed_ext.zenflow.plan.arrays import Dtypes
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST, Place, Places, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -57,12 +56,11 @@ def plan_of(
 
     Args:
         kind: of `KINDS`.
-        dtypes: of weights and y, and of gradients.
+        dtypes: of weights and y, and of sums of gradients.
     """
     weights, gradient = dtypes
     return ZenFlowPlan(
-        rule=PredictiveSettings(overlapped, 1, 0.0, block_size=block_size),
-        dtypes=Dtypes(weights, gradient, gradient, weights),
+        rule=RuleSettings(overlapped, 1, block_size=block_size),
         partitions=tuple(PartitionPlan(numel, 0) for numel in numels),
         places=KINDS[kind],
         host_share=1.0,
@@ -80,7 +78,7 @@ def stream_of(plan: ZenFlowPlan, process: Any = IDLE) -> tuple[Stream, Arena, li
     buffers = [LandingBuffer(plan, numel) for numel in numels] if lands else []
     stream = Stream(plan, arena, process, buffers, Stopwatch(), 60.0)
     device = get_accelerator().current_device_name()
-    dtype = getattr(torch, plan.dtypes.weights)
+    dtype = getattr(torch, plan.caller.weights_dtype)
     weights = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
     stream.weights = [partial(torch.Tensor.view_as, each, each) for each in weights]
     for index, numel in enumerate(numels):

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import first_steps
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
+from deepspeed_ext.zenflow.plan.times import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
+from deepspeed_ext.zenflow.step import first_steps
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
 
@@ -80,10 +80,18 @@ class _Ranks:
     def minimum(self, *values: int) -> tuple[int, ...]:
         return values
 
+    def all(self, flag: bool) -> bool:
+        return flag
+
     def gather_objects(self, mine: tuple[ChainTimes, int]) -> list[tuple[ChainTimes, int]]:
         times, units = mine
         slower = (replace(times, worker=times.worker * by) for by in self._slower)
         return [mine, *((each, units) for each in slower)]
+
+
+def _move(host: Any, plan: ZenFlowPlan) -> bool:
+    host.decided = plan
+    return True
 
 
 class VirtualRun:
@@ -117,7 +125,7 @@ class VirtualRun:
             state=SimpleNamespace(expose=lambda **_: True),
         )
         self.metrics: Any = SimpleNamespace(
-            typical_step=self._typical_step, begin_anew=self._steps.clear, worker_seconds=math.nan
+            typical_step=self._typical_step, begin_anew=self._steps.clear, newest={}
         )
         self.first_steps = first_steps.FirstSteps(
             self.metrics,
@@ -151,12 +159,8 @@ class VirtualRun:
     def run(self, steps: int) -> None:
         """Take so many steps."""
 
-        def move(host: Any, plan: ZenFlowPlan) -> bool:
-            host.decided = plan
-            return True
-
         with (
-            patch.object(first_steps, "move", move),
+            patch.object(first_steps, "move", _move),
             patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
             patch.object(memory, "unused_accelerator_bytes", lambda: self._room),
         ):
@@ -166,7 +170,7 @@ class VirtualRun:
                 beside = self.machine.beside(self._threads, self.share)
                 if self.plans and plan.waits_last is not self._waited:
                     self._steps.clear()
-                self._waited, self.metrics.worker_seconds = plan.waits_last, passed
+                self._waited, self.metrics.newest["worker"] = plan.waits_last, passed
                 whole = self.machine.step(self._threads, self.share)
                 there = self.machine.there * (1.0 - self.share)
                 device = self.machine.device if plan.waits_last else beside
@@ -184,9 +188,5 @@ class VirtualRun:
         is_chosen = saved.first_steps.is_chosen and not is_elsewhere
         threads = saved.first_steps.threads if is_chosen else None
 
-        def move(host: Any, plan: ZenFlowPlan) -> bool:
-            host.decided = plan
-            return True
-
-        with patch.object(first_steps, "move", move):
+        with patch.object(first_steps, "move", _move):
             self.first_steps.resume(self.host, heads, threads)

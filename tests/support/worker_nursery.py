@@ -4,7 +4,7 @@ milliseconds.
 The starts themselves are tested with real ones, `tests.support.ranks.started_workers`. A fork is
 like a start: a child of the rank, in a session of its own, with the rank's environment, folder,
 output, cores and limits, and with one thread. It has imported nothing but the optimizer process's
-modules. If its passes are those in torch (`kernel.reference`), it has imported what the rank had
+modules. If its passes are those in torch (`kernel.definition`), it has imported what the rank had
 when it began: its own import of torch would take 1.4 s of a processor.
 """
 

@@ -298,6 +298,6 @@ def _way(fit: Fit) -> dict[str, Any]:
         "step_seconds": fit.seconds,
         "waits_seconds": fit.waits,
         "cost_in_loss": cost_of(fit.setup),
-        "reasons": [] if zenflow is None else [str(each) for each in zenflow.reasons],
+        "reasons": [] if zenflow is None else list(zenflow.reasons),
         "config": config_of(fit.setup, fit.plan.model.dtype),
     }

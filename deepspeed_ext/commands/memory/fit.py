@@ -11,9 +11,15 @@ from deepspeed_ext.commands.memory.model import GIB, Machine, Model, Shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Setup, inexactness, name_of, ways
 from deepspeed_ext.zenflow.plan.held import Phase
-from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
+from deepspeed_ext.zenflow.plan.times import (
+    ChainTimes,
+    Lanes,
+    chosen_share,
+    lanes_of,
+    least_units,
+    with_host_share,
+)
 
 __all__ = [
     "Fit",
@@ -94,7 +100,7 @@ def lanes_on(plan: MemoryPlan) -> Lanes:
     on_host = setup.weights is Place.HOST
     fetched = 2 * setup.accumulation * on_host * item * numel / link
     if plan.zenflow is not None:
-        lanes = lanes_of(plan.zenflow, Speeds(link, machine.host_of_rank))
+        lanes = lanes_of(plan.zenflow, link, machine.host_of_rank)
         hides = plan.zenflow.rule.overlapped
         return replace(lanes, beside=max(lanes.beside, fetched)) if hides else lanes
     if not setup.offload:

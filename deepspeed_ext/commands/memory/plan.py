@@ -143,7 +143,7 @@ class Zero:
         self.is_whole = not setup.partitions_weights  # a rank has all weights
         self.lifts = setup.weights is Place.HOST  # weights, layer by layer
         self.leaves = plan is not None and plan.places.gradient is Place.HOST  # in backward
-        self.sums_here = plan is not None and self.leaves and plan.dtypes.sums_apart
+        self.sums_here = plan is not None and self.leaves and plan.caller.sums_apart
         self.on_gpu = plan is None and not setup.offload  # masters and moments
 
     def held(self, place: Place) -> list[Part]:
@@ -196,7 +196,7 @@ class Zero:
             Phase.BACKWARD: {"": _there(0, *in_backward)},
         }
         if not setup.offload and not self.leaves:  # the flat gradient, converted for the optimizer
-            handed = 4 if self.plan is None else DTYPE_BYTES[self.plan.dtypes.gradient]
+            handed = 4 if self.plan is None else DTYPE_BYTES[self.plan.caller.gradient_dtype]
             copies = 2 if whole and s == w else 1
             of_torch = self.plan is None and not setup.fused_adam
             converted = handed * most if handed != s else 0

@@ -5,6 +5,6 @@ the Triton kernels and is imported only if Triton is installed. `launch` chooses
 engine start. The worker's pass over host memory is in `zenflow.worker.kernel`.
 """
 
-from deepspeed_ext.zenflow.kernels.launch import adam_step, missing, norms, predict, serves
+from deepspeed_ext.zenflow.kernels.launch import adam_step, missing, predict, serves
 
-__all__ = ["adam_step", "missing", "norms", "predict", "serves"]
+__all__ = ["adam_step", "missing", "predict", "serves"]

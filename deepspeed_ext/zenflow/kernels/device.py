@@ -27,12 +27,7 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     NOT_FINITE,
 )
 
-__all__ = [
-    "adam_step",
-    "norms",
-    "predict",
-    "sums_of_squares",
-]
+__all__ = ["adam_step", "predict"]
 
 _CLAMP = tl.constexpr(CLAMP)
 _FACTOR_1, _FACTOR_2 = map(tl.constexpr, HASH_FACTORS)
@@ -263,65 +258,3 @@ def adam_step(
     new_p = _updated(old_p, new_m, new_v, (one * first, one * second, lr, eps, decay))
     tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
     tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["sums", "addresses", "lengths", "firsts", "like", "tensors"])
-def sums_of_squares(
-    sums,
-    addresses,
-    lengths,
-    firsts,
-    like,
-    tensors: tl.int32,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The sum of squares of each part of each of many tensors, in fp64, in one launch.
-
-    Args:
-        sums: fp64, one for each program, which is one part of one tensor.
-        addresses, lengths, firsts: int64, one per tensor: its address, number of elements, and
-            first program.
-        tensors: number of tensors.
-        like: any pointer to the tensors' dtype.
-        PART: elements of a part, a multiple of TILE.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    low = tensors * 0
-    high = tensors
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_later = tl.load(firsts + middle) > program
-        high = tl.where(is_later, middle, high)
-        low = tl.where(is_later, low, middle)
-    address = tl.load(addresses + low)
-    array = address.to(like.dtype)
-    begin = (program - tl.load(firsts + low)) * PART
-    length = tl.load(lengths + low)
-    total = tl.zeros((TILE,), dtype=tl.float64)
-    if (address % 16 == 0) & (begin + PART <= length):
-        for tile in range(0, PART, TILE):
-            offsets = begin + tile + tl.arange(0, TILE)
-            wide = tl.load(tl.multiple_of(array + offsets, (16,))).to(tl.float64)
-            total += wide * wide
-    else:
-        for tile in range(0, PART, TILE):
-            offsets = begin + tile + tl.arange(0, TILE)
-            narrow = tl.load(array + offsets, mask=offsets < length, other=0.0).to(tl.float64)
-            total += narrow * narrow
-    tl.store(sums + program, tl.sum(total, 0))
-
-
-@triton.jit(do_not_specialize=["found", "sums", "firsts", "tensors", "programs"])
-def norms(found, sums, firsts, tensors: tl.int32, programs: tl.int64, TILE: tl.constexpr):
-    """The norm of each tensor from the sums of its parts, in fp64; one program for each tensor."""
-    tensor = tl.program_id(0)
-    begin = tl.load(firsts + tensor)
-    end = tl.load(firsts + tensor + 1, mask=tensor + 1 < tensors, other=0)
-    end = tl.where(tensor + 1 < tensors, end, programs)
-    total = tl.zeros((TILE,), dtype=tl.float64)
-    while begin < end:
-        at = begin + tl.arange(0, TILE)
-        total += tl.load(sums + at, mask=at < end, other=0.0)
-        begin += TILE
-    tl.store(found + tensor, tl.sqrt(tl.sum(total, 0)))

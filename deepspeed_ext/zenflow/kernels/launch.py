@@ -1,14 +1,13 @@
 """Runs the arithmetic of a step on flat arrays: if possible as one Triton kernel or, for weights
 that the host computes, as one pass of the native library, otherwise by its definition.
 
-All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
-addition), so ranks, steps and resumed runs may use different ones.
+All give bitwise the same result, so ranks, steps and resumed runs may use different ones.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -18,24 +17,23 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger, warn_once
-from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
-from deepspeed_ext.zenflow.worker.kernel.passes import rounding_key
+from deepspeed_ext.zenflow.worker.kernel.native import library_path, open_library
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES, rounding_key
 
 __all__ = [
-    "NORM_PART",
-    "NORM_SUM",
     "OPTIONS",
     "Variant",
     "adam_step",
     "is_aligned",
     "missing",
-    "norms",
     "predict",
+    "predict_on_host",
     "prepare",
     "serves",
+    "serves_on_host",
     "shape_constants",
     "variants",
 ]
@@ -47,13 +45,14 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Options of every kernel. A fused multiply-add would round once, unlike the definition."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
+_NATIVE_CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
+_NUMEL_PER_THREAD = 1 << 16
+"""With fewer elements per thread, another thread of the host costs more than it saves."""
 _ALIGNMENT = 16
 _TILE_NUMEL = {"predict": 2048, "adam_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads the elements of an unaligned tile one by one: more of them only cost registers and
 compile time."""
-NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
-NORM_SUM = {"TILE": 256}
 
 _variants: set[Variant] = set()
 _given_up: dict[str, str] = {}
@@ -116,36 +115,25 @@ def is_aligned(block_size: int, arrays: Sequence[torch.Tensor]) -> bool:
 def _run(
     kernel: str,
     arrays: Sequence[torch.Tensor],
-    rest: Sequence[Any],
-    programs: int,
-    constants: dict[str, Any],
-    written: Sequence[torch.Tensor],
-) -> None:
-    """Launch a kernel on the current stream, and tell autograd what it writes."""
-    device = arrays[0].device
-    module = _found(device.type)
-    _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
-    with get_accelerator().device(device.index):
-        getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
-    for array in written:
-        torch.autograd.graph.increment_version(array)
-
-
-def _run_on_blocks(
-    kernel: str,
-    arrays: Sequence[torch.Tensor],
     per_block: Sequence[torch.Tensor],
     numbers: Sequence[float],
     block_size: int,
     written: Sequence[torch.Tensor],
 ) -> None:
-    """Launch an elementwise kernel on `arrays`, 1-D [n]."""
-    n = arrays[0].numel()
+    """Launch a kernel on `arrays`, 1-D [n], on the current stream, and tell autograd what it
+    writes."""
+    n, device = arrays[0].numel(), arrays[0].device
     if n == 0:
         return
     constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays))
     programs = max(1, -(-(n // block_size) // constants["ROWS"]))
-    _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
+    every = [*arrays, *per_block]
+    _variants.add((kernel, tuple(a.dtype for a in every), tuple(constants.items())))
+    with get_accelerator().device(device.index):
+        run = getattr(_found(device.type), kernel)[(programs,)]
+        run(*every, n, *numbers, **constants, **OPTIONS)
+    for array in written:
+        torch.autograd.graph.increment_version(array)
 
 
 def predict(
@@ -160,10 +148,66 @@ def predict(
     """See `definition.predict`."""
     arrays, numbers = (weights, published, grad), (grad_scale, coefficient)
     if serves(block_size, *arrays, inverse):
-        _run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
+        _run("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = host.predict if host.serves(*arrays, inverse) else definition.predict
+    run = predict_on_host if serves_on_host(*arrays, inverse) else definition.predict
     run(*arrays, inverse, *numbers, block_size)
+
+
+class _Estimate(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weights", "published", "grad", "inverse")),
+        *((name, ctypes.c_int64) for name in ("numel", "block_size")),
+        *((name, ctypes.c_int32) for name in ("weights_dtype", "grad_dtype", "threads")),
+        *((name, ctypes.c_float) for name in ("grad_scale", "coefficient", "bound")),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    path = library_path()
+    return None if path is None else open_library(path)
+
+
+def serves_on_host(
+    weights: torch.Tensor, published: torch.Tensor, grad: torch.Tensor, inverse: torch.Tensor
+) -> bool:
+    """Whether the native library can run on these arrays."""
+    arrays = weights, published, grad, inverse
+    return (
+        all(
+            a.device.type == "cpu" and a.is_contiguous() and a.dtype in _NATIVE_CODES
+            for a in arrays
+        )
+        and inverse.dtype is torch.float32
+        and weights.dtype is published.dtype
+        and _library() is not None
+    )
+
+
+def predict_on_host(
+    weights: torch.Tensor,
+    published: torch.Tensor,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    coefficient: float,
+    block_size: int,
+) -> None:
+    """`predict` by the native library; `serves_on_host` must be true for the arrays."""
+    library, numel = _library(), grad.numel()
+    assert library is not None
+    # C++ checks no bounds
+    assert weights.numel() == published.numel() == numel
+    assert inverse.numel() * block_size >= numel
+    threads = min(torch.get_num_threads(), max(1, numel // _NUMEL_PER_THREAD))
+    estimate = _Estimate(
+        *(array.data_ptr() for array in (weights, published, grad, inverse)),
+        *(numel, block_size, _NATIVE_CODES[weights.dtype], _NATIVE_CODES[grad.dtype], threads),
+        *(grad_scale, coefficient, definition.CLAMP),
+    )
+    library.dsext_predict(ctypes.byref(estimate))
+    torch.autograd.graph.increment_version(weights)
 
 
 def adam_step(
@@ -188,32 +232,7 @@ def adam_step(
     numbers = (rounding_key(step.step), *scales_of_step, *betas, step.eps, step.l2, step.decay)
     of_blocks = scales or flat[1:3]  # which are not read as scales
     written = [*flat[:3], flat[-1], *scales]
-    _run_on_blocks("adam_step", flat, of_blocks, numbers, block_size, written)
-
-
-def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of many tensors, with sums in fp64, in two launches: the first reads the tensors
-    once, the second adds the sums of their parts.
-
-    Args:
-        tensors: contiguous and not empty, of any shapes, of one dtype and on one device; `serves`
-            must be true for them.
-
-    Returns:
-        1-D fp64 [len(tensors)], on the device.
-    """
-    device, count, part = tensors[0].device, len(tensors), NORM_PART["PART"]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    lengths = [tensor.numel() for tensor in tensors]
-    *firsts, programs = itertools.accumulate((-(-n // part) for n in lengths), initial=0)
-    table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64, device="cpu")
-    table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
-    sums = torch.empty(programs, dtype=torch.float64, device=device)
-    found = torch.empty(count, dtype=torch.float64, device=device)
-    like = tensors[0].detach()
-    _run("sums_of_squares", [sums, *table, like], [count], programs, NORM_PART, [])
-    _run("norms", [found, sums, table[2]], [count, programs], count, NORM_SUM, [])
-    return found
+    _run("adam_step", flat, of_blocks, numbers, block_size, written)
 
 
 def prepare(

@@ -2,8 +2,8 @@
 
 Everything that depends on the user's optimizer is behind `OptimizerKind`: its state, the constants
 of an update, the worker's pass, the estimate of an update in flight, and the step of what stays on
-the accelerator. A new one is a subclass, listed in `choose`, with the contract of its pass in
-`zenflow.worker.kernel`.
+the accelerator. A new one is a subclass, listed in `zenflow.optimizers`, with the contract of its
+pass in `zenflow.worker.kernel`.
 """
 
 from __future__ import annotations
@@ -11,49 +11,29 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.kernels import launch
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["Estimate", "HeldBy", "OptimizerKind"]
+__all__ = ["OptimizerKind"]
 
-
-HeldBy = Callable[..., torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the accelerator remembers of one partition's newest result.
-
-    Attributes:
-        kept: `width` numbers for each block, 1-D, on the device of the gradients.
-        block_size: elements of a block.
-    """
-
-    kept: torch.Tensor
-    block_size: int
-    width: int = 1
-
-    def of(self, begin: int, end: int) -> Estimate:
-        """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive),
-        where one ends."""
-        first, last = begin // self.block_size, -(-end // self.block_size)
-        return replace(self, kept=self.kept[first * self.width : last * self.width])
+_REHEARSED_NUMEL = 1 << 16
+"""Elements of the arrays on which kernels are compiled."""
 
 
 class OptimizerKind(ABC):
     """The user's optimizer, as ZenFlow runs it.
 
-    Methods with `steps` take constants that `step` made. y and "the per-block array" are as in
+    `step` makes the constants that other methods take. y and "the per-block array" are as in
     `deepspeed_ext.zenflow`.
-
-    Attributes:
-        layout: the optimizer's state.
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight.
@@ -75,14 +55,7 @@ class OptimizerKind(ABC):
     @classmethod
     @abstractmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this class runs the user's `optimizer`."""
-
-    @staticmethod
-    def stand_ins() -> dict[str, HeldBy]:
-        """What makes optimizers in place of DeepSpeed's CPU optimizers of this kind, by their names
-        in ``deepspeed.ops``: from their class and arguments, one that holds hyperparameters and
-        state but needs no compiled operator."""
-        return {}
+        """Whether this class runs `optimizer`."""
 
     # -- hyperparameters ---------------------------------------------------------------------------
 
@@ -103,7 +76,6 @@ class OptimizerKind(ABC):
             self._require_group(group, place, predicts=predicts)
 
     def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
-        """Check one parameter group; `place` names it."""
         try:
             constants = self.constants(group, 1, 1.0)
         except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
@@ -117,23 +89,13 @@ class OptimizerKind(ABC):
                 raise ConfigError(f"{place} has {field.name} = {value}, expected a finite number")
 
     def step(self, group: int, number: int, grad_scale: float) -> Any:
-        """The constants of one update, from the current hyperparameters.
-
-        Args:
-            group: index of the parameter group.
-            number, grad_scale: see `constants`.
-        """
+        """`constants` from the current hyperparameters of the parameter group with this index."""
         return self.constants(self.optimizer.param_groups[group], number, grad_scale)
 
     @abstractmethod
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> Any:
-        """The constants of one update: a frozen dataclass, `Passes.step_type`.
-
-        Args:
-            group: a parameter group's hyperparameters.
-            number: number of the update, from 1.
-            grad_scale: multiplies the gradient.
-        """
+        """The constants of update `number`, from 1, whose gradient is multiplied by `grad_scale`: a
+        frozen dataclass, `Passes.step_type`."""
 
     @abstractmethod
     def step_value(self, updates: int) -> torch.Tensor | int:
@@ -170,36 +132,33 @@ class OptimizerKind(ABC):
 
     # -- the estimate ------------------------------------------------------------------------------
 
-    def estimate(self, last: Any, per_block: torch.Tensor, block_size: int) -> Estimate:
-        """The estimate after the update `last`; by default it remembers the per-block array.
+    def known(self, last: Any, per_block: torch.Tensor) -> torch.Tensor:
+        """What the estimate after the update `last` needs, 1-D, `StateLayout.per_block_width`
+        numbers for each block; by default the per-block array.
 
         Args:
-            last: the newest update's constants.
             per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
         """
-        return self.remembered(per_block, block_size)
-
-    def remembered(self, kept: torch.Tensor, block_size: int) -> Estimate:
-        """The estimate whose `kept` this is."""
-        return Estimate(kept, block_size, self.layout.per_block_width(block_size))
+        return per_block
 
     @abstractmethod
     def predict(
         self,
-        estimate: Estimate,
+        known: torch.Tensor,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
         step: Any,
+        block_size: int,
     ) -> None:
         """Write the weights, from y and the estimated effect of the gradient.
 
         Args:
-            estimate: from `estimate`.
+            known: from `known`, of the blocks of these elements.
             weights: written in place; 1-D [n], any float dtype, any device.
-            published: y, 1-D [n], any float dtype, any device.
-            grad: the gradient, 1-D [n], any float dtype.
-            step: its constants.
+            published: y, likewise.
+            grad: 1-D [n], any float dtype.
+            step: the gradient's constants.
         """
 
     # -- the share on the accelerator --------------------------------------------------------------
@@ -213,6 +172,47 @@ class OptimizerKind(ABC):
             state: p, fp32, and the moments in their own dtypes, [k, block_size], one row per block;
                 then the scales of codes, [k].
             grad, weights: [k, block_size], any float dtype, on their device.
-            step: the update's constants.
         """
         raise NotImplementedError
+
+    def prepare_kernels(
+        self, plan: ZenFlowPlan, weights: Sequence[torch.Tensor], *, warns: bool
+    ) -> None:
+        """Compile the kernels that steps will launch, so that no step compiles or needs memory for
+        it.
+
+        Args:
+            weights: of each partition. Its gradient and results are at least as aligned.
+            warns: see `launch.prepare`.
+        """
+        device, block_size, layout = weights[0].device, plan.rule.block_size, self.layout
+        step, caller = self.step(0, 1, 1.0), plan.caller
+        of_weights, gradient = (
+            getattr(torch, name) for name in (caller.weights_dtype, caller.gradient_dtype)
+        )
+        blocks = max(1, _REHEARSED_NUMEL // block_size)
+
+        def zeros(
+            dtype: torch.dtype, first: int = 0, numel: int = blocks * block_size
+        ) -> torch.Tensor:
+            return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
+
+        def estimate(first: int) -> None:
+            w, y, g = (zeros(dtype, first) for dtype in (of_weights, of_weights, gradient))
+            width, dtype = layout.per_block_width(block_size), getattr(torch, layout.per_block[1])
+            known = self.known(step, zeros(dtype, 0, blocks * width))
+            self.predict(known, w, y, g, step, block_size)
+
+        def step_rows(first: int) -> None:
+            state = [zeros(getattr(torch, dtype)).view(blocks, -1) for _, dtype in layout.arrays]
+            state += [zeros(torch.uint8, 0, blocks) for _ in layout.scales]
+            g, w = (zeros(dtype, first).view(blocks, -1) for dtype in (gradient, of_weights))
+            self.step_rows(state, g, w, step)
+
+        firsts = {0 if launch.is_aligned(block_size, [part]) else 1 for part in weights}
+        calls: list[Callable[[], None]] = []
+        if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
+            calls += [partial(step_rows, first) for first in firsts]
+        if plan.computes_there and plan.rule.estimates:
+            calls += [partial(estimate, first) for first in firsts]
+        launch.prepare(device, block_size, calls, warns=warns)

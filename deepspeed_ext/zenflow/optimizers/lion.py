@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.optimizers.interface import Estimate, HeldBy, OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel.definition import parts_of
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
-__all__ = ["LionKind"]
+__all__ = ["LionKind", "held_lion"]
 
 _NAMES = ("DeepSpeedCPULion", "FusedLion")
 
@@ -35,10 +35,6 @@ class LionKind(OptimizerKind):
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return type(optimizer).__name__ in _NAMES
-
-    @staticmethod
-    def stand_ins() -> dict[str, HeldBy]:
-        return {"lion.DeepSpeedCPULion": _held}
 
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> LionStep:
         beta1, beta2 = group["betas"]
@@ -64,24 +60,25 @@ class LionKind(OptimizerKind):
     @torch.no_grad()
     def predict(
         self,
-        estimate: Estimate,
+        known: torch.Tensor,
         weights: torch.Tensor,
         published: torch.Tensor,
         grad: torch.Tensor,
         step: LionStep,
+        block_size: int,
     ) -> None:
         """In torch operations, a chunk at a time. sign(x) is -1 if x < 0, otherwise 1, also for a
         NaN."""
-        size, grad_weight = estimate.block_size, step.grad_scale * (1.0 - step.beta1)
-        rows = estimate.kept.view(-1, estimate.width)
-        for part in parts_of(grad.numel(), size, grad.device, 1):
-            known = part.of_blocks(rows, size)
-            lean = known[:, :1].view(torch.float32) * step.beta1
-            x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
-            x.add_(torch.where(_signs(known[:, 1:], part.row), -lean, lean))
+        grad_weight = step.grad_scale * (1.0 - step.beta1)
+        rows = known.view(-1, self.layout.per_block_width(block_size))
+        for part, blocks, row in parts_of(grad.numel(), block_size, grad.device):
+            of_part = rows[blocks]
+            lean = of_part[:, :1].view(torch.float32) * step.beta1
+            x = grad[part].view(-1, row).to(torch.float32, copy=True).mul_(grad_weight)
+            x.add_(torch.where(_signs(of_part[:, 1:], row), -lean, lean))
             update = torch.full_like(x, -step.lr).masked_fill_(x < 0.0, step.lr)
-            y = part.of(published).to(grad.device, non_blocking=True)
-            part.of(weights).copy_(x.copy_(y).add_(update))
+            y = published[part].view(-1, row).to(grad.device, non_blocking=True)
+            weights[part].copy_(x.copy_(y).add_(update).view(-1))
 
 
 def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
@@ -90,7 +87,7 @@ def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
     return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
 
 
-def _held(
+def held_lion(
     theirs: type[torch.optim.Optimizer],
     model_params: Any,
     lr: float = 1e-3,
@@ -98,16 +95,9 @@ def _held(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """A ``DeepSpeedCPULion`` without its compiled operator, which is never called, because its
-    parameters have no gradients.
-
-    It has this class because DeepSpeed checks for it, and torch has no Lion.
-
-    Args:
-        theirs: the class.
-        model_params, lr, betas, weight_decay: as there.
-        fp32_optimizer_states: ignored: the masters are fp32.
-    """
+    """A ``DeepSpeedCPULion``, `theirs`, without its compiled operator, which is never called,
+    because its parameters have no gradients. DeepSpeed checks for this class, and torch has no
+    Lion. `fp32_optimizer_states` is ignored: the masters are fp32."""
     optimizer = theirs.__new__(theirs)
     torch.optim.Optimizer.__init__(
         optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
     "OF_CHUNKS",
     "PAGE_BYTES",
-    "ArenaKinds",
     "ArenaLayout",
     "ArrayKey",
     "ArraySpec",
-    "Dtypes",
     "PlacedArray",
     "plan_layout",
     "round_up",
@@ -48,7 +46,7 @@ class ArrayKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Describes one array of the arena."""
+    """One array of the arena."""
 
     kind: str
     dtype: str
@@ -72,7 +70,6 @@ class ArraySpec:
 
     @property
     def key(self) -> ArrayKey:
-        """Its key."""
         return ArrayKey(self.kind, self.partition, self.slot)
 
     @property
@@ -82,7 +79,6 @@ class ArraySpec:
 
     @property
     def before_bytes(self) -> int:
-        """The size in bytes of what lies before it."""
         return self.before * DTYPE_BYTES[self.dtype]
 
 
@@ -101,8 +97,7 @@ class ArenaLayout:
     nbytes: int
 
     def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
-        """The arrays by key. Every slot of the ring has a y: in its gradient's place, or the one
-        shared array."""
+        """Every slot of the ring has a y: in its gradient's place, or the one shared array."""
         found = {array.spec.key: array for array in self.arrays}
         for spec, offset in self.arrays:
             if spec.replaced_by is not None:
@@ -130,106 +125,14 @@ class ArenaLayout:
     def page_bytes(self) -> Mapping[ArrayKey, int]:
         """Bytes of the pages of each array: the memory that it takes once all of it is touched. No
         page holds two arrays."""
-        return MappingProxyType({array.spec.key: _page_bytes(array) for array in self.arrays})
-
-
-def _page_bytes(array: PlacedArray) -> int:
-    first = array.offset // PAGE_BYTES * PAGE_BYTES
-    end = round_up(array.offset + array.spec.nbytes, PAGE_BYTES)
-    return end - first if array.spec.numel else 0
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Names of dtypes: keys of `DTYPE_BYTES`.
-
-    Attributes:
-        weights: dtype of the model's weights.
-        summed: dtype in which gradients of micro-steps are added up.
-        gradient: dtype in which they are handed over.
-        published: dtype of y.
-    """
-
-    weights: str
-    summed: str
-    gradient: str
-    published: str
-
-    @classmethod
-    def of(cls, weights: str, summed: str) -> Dtypes:
-        """The dtypes of a run. y has the weights' dtype.
-
-        Gradients are handed over in the weights' dtype, or for fp16 weights in that of their sums:
-        fp16 cannot represent gradients that were added up in fp32; bf16 has the range of fp32.
-        """
-        return cls(weights, summed, summed if weights == "float16" else weights, weights)
-
-    @property
-    def sums_apart(self) -> bool:
-        """Whether gradients are added up in another dtype than they are handed over in."""
-        return self.summed != self.gradient
-
-    @property
-    def y_replaces_gradient(self) -> bool:
-        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
-        Otherwise y of one element would overwrite gradients of others, which another thread may not
-        have read."""
-        return DTYPE_BYTES[self.published] == DTYPE_BYTES[self.gradient]
-
-
-@dataclass(frozen=True)
-class ArenaKinds:
-    """What the arrays of all partitions have in common.
-
-    Attributes:
-        layout: p and the optimizer's moments.
-        block_size: elements of a block.
-        dtypes: of gradients and y.
-        per_block: whether the array with an entry for each block is copied to the accelerator;
-            None: no rule reads it, so it takes no memory.
-        lifts_y: whether y is copied to the accelerator; gradients always come from there.
-        slots: slots of the gradient ring.
-    """
-
-    layout: StateLayout
-    block_size: int
-    dtypes: Dtypes
-    per_block: bool | None
-    lifts_y: bool
-    slots: int
-
-    def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
-        """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
-
-        Args:
-            numel: its elements that step on the host, n.
-            before: elements before them, of the same partition of ZeRO, that step on the
-                accelerator; whole blocks.
-        """
-        layout, blocks, dtypes = self.layout, -(-numel // self.block_size), self.dtypes
-        before_blocks, width = before // self.block_size, layout.per_block_width(self.block_size)
-
-        def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
-            return ArraySpec(kind, dtype, count, partition, **how)
-
-        found = [spec(kind, dtype, before=before) for kind, dtype in layout.arrays]
-        found += [
-            spec(kind, "uint8", blocks, before=before_blocks, per_block=1) for kind in layout.scales
-        ]
-        shown = [kind for kind in layout.shown if kind not in layout.kinds]
-        found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
-        if not dtypes.y_replaces_gradient:
-            found.append(spec("y", dtypes.published, exchanged=self.lifts_y))
-        if self.per_block is not None:
-            count = blocks * width
-            found.append(spec(*layout.per_block, count, exchanged=self.per_block, per_block=width))
-        return [*found, *(self.gradient(numel, partition, slot) for slot in range(self.slots))]
-
-    def gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
-        """A slot for a gradient, and for y in its place if that fits."""
-        y = self.dtypes.published if self.dtypes.y_replaces_gradient else None
-        dtype = self.dtypes.gradient
-        return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
+        return MappingProxyType(
+            {
+                spec.key: round_up(offset % PAGE_BYTES + spec.nbytes, PAGE_BYTES)
+                if spec.numel
+                else 0
+                for spec, offset in self.arrays
+            }
+        )
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.zenflow.plan.arrays import Dtypes
+from deepspeed_ext.zenflow.plan import times
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import (
@@ -25,15 +25,8 @@ from deepspeed_ext.zenflow.plan.places import (
     Source,
     Wait,
 )
-from deepspeed_ext.zenflow.plan.plan import PartitionPlan, Reason, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleSettings, settings_of
-from deepspeed_ext.zenflow.plan.share import (
-    MEASURED_STEPS,
-    UNITS,
-    accelerator_bytes,
-    least_units,
-    share_reason,
-)
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["decide"]
@@ -62,7 +55,7 @@ def decide(
     Args:
         config: the ``zenflow`` section.
         ratio: the fraction of each partition that steps on the host. "auto": all of it until steps
-            are measured (`plan.share`), or as little as the accelerators' free memory allows if the
+            are measured (`plan.times`), or as little as the accelerators' free memory allows if the
             rule has no steps to measure, `autotune` is off or a host is too small. None: 1, unless
             a share is harmless (`_Planner.may_share`).
         steps_per_epoch: optimizer steps per epoch; None: unknown.
@@ -84,8 +77,6 @@ class _Share(NamedTuple):
 
     on_host: float
     why: str
-    is_open: bool = False
-    """Whether the config left it to be decided."""
     is_measured: bool = False
     """Whether it is chosen anew once steps are measured."""
 
@@ -97,16 +88,13 @@ class _Planner:
     facts: ZenFlowFacts
     config: ZenFlowConfig
     rule: RuleSettings
-    dtypes: Dtypes
 
     @classmethod
     def of(
         cls, facts: ZenFlowFacts, config: ZenFlowConfig, steps_per_epoch: int | None = None
     ) -> _Planner:
-        """The planner of a config."""
-        dtypes = Dtypes.of(facts.caller.weights_dtype, facts.caller.summed_dtype)
         layout = config.state_of(facts.layout)
-        return cls(facts, config, settings_of(config, layout, steps_per_epoch), dtypes)
+        return cls(facts, config, settings_of(config, layout, steps_per_epoch))
 
     def plan(self, ratio: Ratio) -> ZenFlowPlan:
         """Make all decisions, in order."""
@@ -126,7 +114,7 @@ class _Planner:
             self.draft(self.facts.mine.partitions, places, share.on_host),
             measures_share=share.is_measured,
             shortage=shortage,
-            share_reason=share_reason(share.on_host, share.why, is_open=share.is_open),
+            share_reason=times.share_reason(share.on_host, share.why),
             other_reasons=(of_gradients, of_copies),
         )
 
@@ -139,7 +127,6 @@ class _Planner:
         )
         plan = ZenFlowPlan(
             rule=self.rule,
-            dtypes=self.dtypes,
             partitions=planned,
             places=places,
             host_share=host_share,
@@ -160,7 +147,7 @@ class _Planner:
         total = sum(each.on_host * each.times for each in plan.partitions)
         largest = max((each.on_host for each in plan.partitions), default=0)
         numel = min(plan.chunk_numel, largest)
-        is_read = self.rule.slots(plan.source) > 1 or not self.dtypes.y_replaces_gradient
+        is_read = self.rule.slots(plan.source) > 1 or not plan.caller.y_replaces_gradient
         is_beside = plan.copies is Copies.BESIDE_STEP and not is_read
         return numel if is_beside and SLOTS_OF_CHUNKS * numel < total else 0
 
@@ -222,11 +209,11 @@ class _Planner:
         is_short = self.host_shortage(_ON_ACCELERATOR, 1.0) is not None
         is_late = self.config.streams and self.facts.caller.partitions_weights  # none waits
         if self.config.autotune and not (self.rule.limits or is_late or is_short):
-            why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
-            return _Share(1.0, why, is_open=True, is_measured=True)
+            why = f"until {times.MEASURED_STEPS} steps have been measured, the host steps all of it"
+            return _Share(1.0, why, is_measured=True)
         on_host, room = self.share_that_fits()
         if ratio == "auto":
-            return _Share(on_host, room, is_open=True)
+            return _Share(on_host, room)
         why = "a host has no memory for all of it"
         if self.host_shortage(_ON_ACCELERATOR, on_host) is None:
             return _Share(on_host, f"{why}; {room}")
@@ -262,11 +249,11 @@ class _Planner:
                 round((rank.accelerator_total or 0) * fraction),
             )
             room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
-            return least_units(draft, room - accelerator_bytes(draft))
+            return times.least_units(draft, room - times.accelerator_bytes(draft))
 
         units, at = max((least(rank), at) for at, rank in enumerate(self.facts.ranks))
         rank = self.facts.ranks[at]
-        return units / UNITS, (
+        return units / times.UNITS, (
             f"of {rank.accelerator_total or 0:,} bytes of accelerator memory "
             f"{rank.accelerator_free or 0:,} were free, gradients will take "
             f"{self._later(rank.partitions):,}, and {fraction:.0%} stay free for activations "
@@ -275,12 +262,12 @@ class _Planner:
 
     # -- where gradients wait ----------------------------------------------------------------------
 
-    def gradients(self, share: _Share) -> tuple[Places, Reason]:
+    def gradients(self, share: _Share) -> tuple[Places, str]:
         """Where gradients wait for their step, and the places that follow."""
         caller, asked = self.facts.caller, self.config.gradients_on_host
         if self.facts.is_on_cpu and caller.weights is Place.ACCELERATOR:
             why = "the CPU is the accelerator, so all memory is the host's"
-            return EVERYTHING_ON_HOST, Reason("gradients", why)
+            return EVERYTHING_ON_HOST, f"gradients: {why}"
         if caller.weights is Place.HOST:
             leave, why = True, "offload_param keeps the weights on the host"
         elif not caller.takes_gradients:
@@ -292,7 +279,7 @@ class _Planner:
         else:
             leave, why = self._gradients_by_memory()
         places = replace(_IN_BACKWARD, weights=caller.weights) if leave else _ON_ACCELERATOR
-        return places, Reason(f"zenflow.gradients_on_host = {leave}", why)
+        return places, f"zenflow.gradients_on_host = {leave}: {why}"
 
     def _gradients_by_memory(self) -> tuple[bool, str]:
         """Whether accelerators have no room for gradients, and the host has."""
@@ -305,7 +292,8 @@ class _Planner:
             f"{MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
         if tightest is not None:
-            sums = DTYPE_BYTES[self.dtypes.summed] if self.dtypes.sums_apart else 0
+            caller = self.facts.caller
+            sums = DTYPE_BYTES[caller.summed_dtype] if caller.sums_apart else 0
             short = self.host_shortage(_IN_BACKWARD, 1.0, sums)
             why = why if short is None else f"{why}; but a host is short: {short}"
         return tightest is not None and short is None, why
@@ -328,13 +316,14 @@ class _Planner:
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
         that DeepSpeed keeps, and the flat copy of one partition."""
-        names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
+        caller = self.facts.caller
+        names = caller.weights_dtype, caller.summed_dtype, caller.gradient_dtype
         weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
         largest = max((run.numel for run in partitions), default=0)
-        is_copied = self.facts.caller.partitions_weights or summed == weights
-        copied = summed * largest if is_copied else 0
+        copied = summed * largest if caller.partitions_weights or summed == weights else 0
         converted = handed_over * largest if handed_over != summed else 0
-        kept = summed * _total(partitions) * self.facts.caller.kept_partitions
+        # without that, a rank keeps other ranks' gradients, too, until they are reduced
+        kept = summed * _total(partitions) * (1 if caller.takes_gradients else caller.ranks)
         return kept + copied + converted
 
     def _later(self, partitions: Partitions) -> int:
@@ -343,16 +332,16 @@ class _Planner:
 
     # -- copies beside the step --------------------------------------------------------------------
 
-    def landing(self, places: Places, host_share: float) -> tuple[Places, Reason]:
+    def landing(self, places: Places, host_share: float) -> tuple[Places, str]:
         """Whether y lands on the accelerator beside the next step."""
         inside = f"copies {Copies.INSIDE_STEP.value}"
         if places.copies is not Copies.INSIDE_STEP:
             why = "the host computes the weights"
-            return places, Reason("no copies of gradients and y", why)
+            return places, f"no copies of gradients and y: {why}"
         if self.peeks:
-            return places, Reason(inside, "exact weights are copied to where they are used")
+            return places, f"{inside}: exact weights are copied to where they are used"
         if self.facts.refuses_landing:
-            return places, Reason(inside, "a rank could not allocate the landing buffers")
+            return places, f"{inside}: a rank could not allocate the landing buffers"
         drafts = self.drafts(_BESIDE, host_share)
         missing = max(
             drafts[rank.partitions].landing_bytes
@@ -367,8 +356,8 @@ class _Planner:
             f"of device memory, and beside them {LEAST_FREE:.0%} must stay free on any rank"
         )
         if missing > 0:
-            return places, Reason(inside, f"{why}: {missing:,} bytes are missing")
-        return _BESIDE, Reason(f"copies {Copies.BESIDE_STEP.value}", why)
+            return places, f"{inside}: {why}: {missing:,} bytes are missing"
+        return _BESIDE, f"copies {Copies.BESIDE_STEP.value}: {why}"
 
     # -- the host ----------------------------------------------------------------------------------
 
@@ -380,7 +369,11 @@ class _Planner:
             sums: bytes per element of gradient sums that are on the host, too.
         """
         drafts = self.drafts(places, host_share)
-        needs = {shape: drafts[shape].bytes_at_start + sums * _total(shape) for shape in drafts}
+        needs = {
+            shape: sums * _total(shape)
+            + sum(spec.nbytes * plan.times_of(spec) for spec in plan.arena if spec.touched)
+            for shape, plan in drafts.items()
+        }
         by_limit: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.facts.ranks:
             for limit, free in rank.host_free:

@@ -1,5 +1,4 @@
-"""Defines what a plan depends on besides the config: what ranks measure, and what their caller can
-do. Plain values."""
+"""Defines what a plan depends on besides the config, as plain values."""
 
 from __future__ import annotations
 
@@ -20,10 +19,9 @@ config asks for a choice; None: it gives none."""
 
 
 class Run(NamedTuple):
-    """Some partitions of equal size."""
+    """`times` partitions of `numel` elements each."""
 
     numel: int
-    """Elements of each partition."""
     times: int = 1
 
 
@@ -53,8 +51,8 @@ class Caller:
     """What the ZeRO optimizer around ZenFlow does with weights and gradients.
 
     Attributes:
-        weights_dtype: name of the weights' dtype.
-        summed_dtype: name of the dtype in which gradients of micro-steps are added up.
+        weights_dtype, summed_dtype: names of the dtypes of the weights and y, and of the sums of
+            gradients of micro-steps.
         weights: where the partitions' weights are.
         takes_gradients: whether a gradient can go to the host during backward.
         partitions_weights: whether weights are partitioned, as at stage 3. Then a partition's
@@ -73,10 +71,23 @@ class Caller:
     ranks: int = 1
 
     @property
-    def kept_partitions(self) -> int:
-        """Number of ranks' gradient partitions that a rank keeps until they are reduced, its own
-        included."""
-        return 1 if self.takes_gradients else self.ranks
+    def gradient_dtype(self) -> str:
+        """Name of the dtype in which gradients are handed over: the weights', or for fp16 weights
+        that of their sums. fp16 cannot represent gradients that were added up in fp32; bf16 has
+        the range of fp32."""
+        return self.summed_dtype if self.weights_dtype == "float16" else self.weights_dtype
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether gradients are added up in another dtype than they are handed over in."""
+        return self.summed_dtype != self.gradient_dtype
+
+    @property
+    def y_replaces_gradient(self) -> bool:
+        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
+        Otherwise y of one element would overwrite gradients of others, which another thread may not
+        have read."""
+        return DTYPE_BYTES[self.weights_dtype] == DTYPE_BYTES[self.gradient_dtype]
 
 
 def reducing_bytes(

@@ -32,8 +32,6 @@ __all__ = [
 
 
 class Phase(enum.Enum):
-    """A part of a run."""
-
     START = "start-up"
     """From a built module to the end of ``deepspeed.initialize``."""
     BETWEEN = "between steps"
@@ -50,8 +48,6 @@ class Phase(enum.Enum):
 
 
 class Memory(enum.Enum):
-    """A kind of memory."""
-
     ACCELERATOR = "accelerator"
     PAGEABLE = "host, pageable"
     PAGE_LOCKED = "host, page-locked"
@@ -62,27 +58,16 @@ class Memory(enum.Enum):
 
     @property
     def place(self) -> Place:
-        """Where it is."""
         return Place.ACCELERATOR if self is Memory.ACCELERATOR else Place.HOST
 
     @property
     def is_page_locked(self) -> bool:
         return self in (Memory.PAGE_LOCKED, Memory.LOCKED_ARENA)
 
-    @property
-    def is_in_arena(self) -> bool:
-        return self in (Memory.ARENA, Memory.LOCKED_ARENA)
-
 
 @dataclass(frozen=True)
 class Part:
-    """Memory of one kind.
-
-    Attributes:
-        kind: what it contains.
-        nbytes: bytes of one rank.
-        memory: where they are.
-    """
+    """What one rank holds of one `kind`, such as "master"."""
 
     kind: str
     nbytes: int
@@ -142,19 +127,16 @@ class Held:
     plan: ZenFlowPlan
 
     def parts(self, place: Place, phase: Phase) -> tuple[Part, ...]:
-        """What ZenFlow holds at a phase's peak, without what DeepSpeed holds."""
+        """What ZenFlow holds at a phase's peak."""
         return parts_within([self], place, phase)
 
     def nbytes(self, place: Place, phase: Phase) -> int:
-        """Maximum bytes of a phase, without what DeepSpeed holds."""
         return nbytes_of(self.parts(place, phase))
 
     def held(self, place: Place) -> list[Part]:
-        """What is held between steps."""
         return [part for part, when in self._rows(place) if _HELD in when]
 
     def moments(self, place: Place, phase: Phase) -> Moments:
-        """The moments of a phase."""
         found: dict[str, list[Part]] = {}
         for part, when in self._rows(place):
             for moment in (moment for at, moment in when if at is phase and (at, moment) != _HELD):
@@ -230,7 +212,7 @@ class Held:
 
     @property
     def _item(self) -> int:
-        return DTYPE_BYTES[self.plan.dtypes.weights]
+        return DTYPE_BYTES[self.plan.caller.weights_dtype]
 
     @property
     def _numel(self) -> int:

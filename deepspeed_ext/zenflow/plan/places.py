@@ -54,14 +54,12 @@ class Copies(enum.Enum):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the arrays of a partition live. If the CPU is the accelerator, all of them are on the
-    host.
+    """Where the arrays of a partition live.
 
     Attributes:
         weights: W; ``HOST`` with ``offload_param``.
         gradient: a reduced gradient until its step. The weights are computed where it is.
         published: y when the step reads it; on the accelerator in a landing buffer.
-        source: where gradients come from.
     """
 
     weights: Place
@@ -71,7 +69,6 @@ class Places:
 
     @property
     def copies(self) -> Copies:
-        """What crosses the link."""
         if self.published is Place.ACCELERATOR:
             return Copies.BESIDE_STEP
         if self.weights is Place.HOST:
@@ -80,4 +77,4 @@ class Places:
 
 
 EVERYTHING_ON_HOST = Places(Place.HOST, Place.HOST, Place.HOST, Source.HOST)
-"""The places if the CPU is the accelerator."""
+"""If the CPU is the accelerator."""

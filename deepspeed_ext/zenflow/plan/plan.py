@@ -1,17 +1,16 @@
-"""Defines the plan of a run: a frozen value that everything is built from and steps consult."""
+"""Defines the plan of a run, which everything is built from and steps consult."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from deepspeed_ext.zenflow.plan.arrays import (
     OF_CHUNKS,
-    ArenaKinds,
     ArenaLayout,
     ArraySpec,
-    Dtypes,
     plan_layout,
 )
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
@@ -20,25 +19,7 @@ from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wai
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["PartitionPlan", "Reason", "ZenFlowPlan", "head_of"]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """A decision and why it was made.
-
-    Attributes:
-        decision: name and value, as a config would give them.
-        why: the reason, in a sentence.
-        is_open: whether the config left it to be decided.
-    """
-
-    decision: str
-    why: str
-    is_open: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.decision}: {self.why}"
+__all__ = ["PartitionPlan", "ZenFlowPlan", "head_of"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +27,7 @@ class PartitionPlan:
     """One partition of ZeRO, or some of equal size.
 
     Attributes:
-        numel: number of elements.
-        head: number of elements, at its start, that step on the accelerator.
+        head: how many of its `numel` elements, at its start, step on the accelerator.
         times: number of such partitions; above 1 only in a plan that nothing is built from.
     """
 
@@ -74,7 +54,6 @@ class ZenFlowPlan:
 
     Attributes:
         rule: settings of the update rule.
-        dtypes: dtypes of weights, gradients and y.
         partitions: this rank's partitions.
         places: where their arrays are.
         host_share: fraction of each partition that steps on the host.
@@ -84,13 +63,12 @@ class ZenFlowPlan:
         wait: what waits for weights that arrive by themselves.
         peeks: whether the worker computes exact weights before it steps (`transfers.stream`).
         saves_beside: whether checkpoints are written beside training.
-        measures_share: whether the share is chosen after steps were measured (`plan.share`).
+        measures_share: whether the share is chosen after steps were measured (`plan.times`).
         shortage: why a host has too little memory; None: it fits, as far as is known.
-        share_reason, other_reasons: the reason of each decision, the same on every rank.
+        share_reason, other_reasons: each decision and why it was made, the same on every rank.
     """
 
     rule: RuleSettings
-    dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
     places: Places
     host_share: float
@@ -101,8 +79,8 @@ class ZenFlowPlan:
     saves_beside: bool = False
     measures_share: bool = False
     shortage: str | None = None
-    share_reason: Reason = Reason("", "")
-    other_reasons: tuple[Reason, ...] = ()
+    share_reason: str = ""
+    other_reasons: tuple[str, ...] = ()
 
     # -- places: settled once, because steps ask for them ------------------------------------------
 
@@ -113,17 +91,14 @@ class ZenFlowPlan:
 
     @cached_property
     def copies(self) -> Copies:
-        """What crosses the link."""
         return self.places.copies
 
     @cached_property
     def source(self) -> Source:
-        """Where gradients come from."""
         return self.places.source
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """The reason of each decision."""
+    def reasons(self) -> tuple[str, ...]:
         return (self.share_reason, *self.other_reasons)
 
     @property
@@ -131,7 +106,7 @@ class ZenFlowPlan:
         """The decisions that must agree on all ranks: everything but the sizes of this rank's
         arrays."""
         share = self.host_share, self.measures_share
-        return (self.rule, self.dtypes, self.places, share, self.shortage, self.wait, self.peeks)
+        return (self.rule, self.places, share, self.shortage, self.wait, self.peeks)
 
     # -- the arena ---------------------------------------------------------------------------------
 
@@ -147,18 +122,46 @@ class ZenFlowPlan:
             sum(each.on_host * each.times for each in self.partitions), self.rule.block_size
         )
 
-    @cached_property
-    def kinds(self) -> ArenaKinds:
-        """What the arrays of all partitions have in common. Gradients in transit pass through the
-        slots of chunks instead of their own."""
-        return ArenaKinds(
-            layout=self.rule.layout,
-            block_size=self.rule.block_size,
-            dtypes=self.dtypes,
-            per_block=self.computes_there if self.rule.estimates else None,
-            lifts_y=self.places.weights is Place.ACCELERATOR,
-            slots=0 if self.is_in_transit else self.rule.slots(self.source),
-        )
+    @property
+    def lifts_per_block(self) -> bool:
+        """Whether the array with an entry for each block is copied to the accelerator."""
+        return self.rule.estimates and self.computes_there
+
+    def arrays_of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
+        """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
+
+        Args:
+            numel: its elements that step on the host, n.
+            before: elements before them, of the same partition of ZeRO, that step on the
+                accelerator; whole blocks.
+        """
+        layout, size, caller = self.rule.layout, self.rule.block_size, self.caller
+        blocks, width = -(-numel // size), self.rule.per_block_width
+
+        def spec(kind: str, dtype: str, count: int = numel, **how: Any) -> ArraySpec:
+            return ArraySpec(kind, dtype, count, partition, **how)
+
+        found = [spec(kind, dtype, before=before) for kind, dtype in layout.arrays]
+        found += [
+            spec(kind, "uint8", blocks, before=before // size, per_block=1)
+            for kind in layout.scales
+        ]
+        shown = [kind for kind in layout.shown if kind not in layout.kinds]
+        found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
+        if not caller.y_replaces_gradient:
+            lifts = self.places.weights is Place.ACCELERATOR
+            found.append(spec("y", caller.weights_dtype, exchanged=lifts))
+        if self.rule.estimates:
+            of_block, lifts = blocks * width, self.lifts_per_block
+            found.append(spec(*layout.per_block, of_block, exchanged=lifts, per_block=width))
+        slots = 0 if self.is_in_transit else self.rule.slots(self.source)
+        return [*found, *(self._gradient(numel, partition, slot) for slot in range(slots))]
+
+    def _gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
+        """A slot for a gradient, and for y in its place if that fits."""
+        y = self.caller.weights_dtype if self.caller.y_replaces_gradient else None
+        dtype = self.caller.gradient_dtype
+        return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:
@@ -166,7 +169,7 @@ class ZenFlowPlan:
         partitions = (
             spec
             for index, each in enumerate(self.partitions)
-            for spec in self.kinds.of(index, each.on_host, each.head)
+            for spec in self.arrays_of(index, each.on_host, each.head)
         )
         return (*partitions, *self._slots())
 
@@ -174,25 +177,21 @@ class ZenFlowPlan:
         """Arrays that chunks of all partitions take in turn: for a gradient and then its y, and for
         weights that the worker has peeked at, on their way up."""
         for slot in range(SLOTS_OF_CHUNKS if self.is_in_transit else 0):
-            yield self.kinds.gradient(self.slot_numel, OF_CHUNKS, slot)
+            yield self._gradient(self.slot_numel, OF_CHUNKS, slot)
         if self.peeks:
             most = max((each.on_host for each in self.partitions), default=0)
             numel = min(self.chunk_numel, most)
             for slot in range(SLOTS_OF_CHUNKS):
-                yield ArraySpec("y", self.dtypes.published, numel, OF_CHUNKS, slot, exchanged=True)
+                yield ArraySpec(
+                    "y", self.caller.weights_dtype, numel, OF_CHUNKS, slot, exchanged=True
+                )
 
     def times_of(self, spec: ArraySpec) -> int:
         """How many arrays a spec of `arena` stands for."""
         return 1 if spec.partition == OF_CHUNKS else self.partitions[spec.partition].times
 
-    @property
-    def bytes_at_start(self) -> int:
-        """Bytes of the arena that the worker touches at start."""
-        return sum(spec.nbytes * self.times_of(spec) for spec in self.arena if spec.touched)
-
     @cached_property
     def layout(self) -> ArenaLayout:
-        """The arena with all arrays in their places."""
         return plan_layout(self.arena)
 
     # -- the accelerator ---------------------------------------------------------------------------
@@ -208,10 +207,10 @@ class ZenFlowPlan:
         y, and the per-block array if the accelerator reads it."""
         if self.copies is not Copies.BESIDE_STEP:
             return 0
-        item = max(DTYPE_BYTES[self.dtypes.gradient], DTYPE_BYTES[self.dtypes.published])
-        size, layout, of_block = self.rule.block_size, self.rule.layout, 0
-        if self.kinds.per_block:
-            of_block = self.rule.per_block_width * DTYPE_BYTES[layout.per_block[1]]
+        dtypes = self.caller.gradient_dtype, self.caller.weights_dtype
+        item = max(DTYPE_BYTES[dtype] for dtype in dtypes)
+        of_block = self.rule.per_block_bytes if self.lifts_per_block else 0
+        size = self.rule.block_size
         return sum(
             each.times * (each.on_host * item + -(-each.on_host // size) * of_block)
             for each in self.partitions
@@ -224,5 +223,4 @@ class ZenFlowPlan:
 
     @property
     def has_heads(self) -> bool:
-        """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
 )
 
 __all__ = [
-    "PredictiveSettings",
     "RuleBytes",
     "RuleSettings",
     "SelectiveSettings",
@@ -44,8 +42,8 @@ class RuleBytes:
     """Bytes that a rule takes for a partition, where its gradients are.
 
     Attributes:
-        kept: kept besides the weights, by kind.
-        saved: size of each tensor in a checkpoint, besides the arena.
+        kept: besides the weights, by kind.
+        saved: of each tensor in a checkpoint, besides the arena.
         step: maximum temporaries while the weights are computed.
     """
 
@@ -55,21 +53,23 @@ class RuleBytes:
 
 
 @dataclass(frozen=True)
-class RuleSettings(ABC):
-    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`.
+class RuleSettings:
+    """Settings of the predictive rule and of the exact one, which never overlaps, as plain values;
+    see the fields of the same names in `ZenFlowConfig`.
 
     Attributes:
+        name: in configs and checkpoints.
         limits: why the rule runs only Adam with fp32 moments, on data-parallel ranks, and with no
             share on the accelerator; empty: it has none of these limits.
         steps_beside_worker: whether the rule steps blocks where the gradients are, and so predicts
             nothing.
-        overlapped: whether steps after the warm-up are overlapped.
         warm_up_steps: synchronous steps at the start; None: the schedule chooses.
-        block_size: elements per block; the worker splits its work at block boundaries.
         layout: the optimizer's state.
         warning: what the user should know of the settings; None: nothing.
+        prediction_error_factor: 0: no guard.
     """
 
+    name: ClassVar[str] = "predictive"
     limits: ClassVar[str] = ""
     steps_beside_worker: ClassVar[bool] = False
 
@@ -78,16 +78,32 @@ class RuleSettings(ABC):
     block_size: int = field(kw_only=True)
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
     warning: str | None = field(default=None, kw_only=True)
+    prediction_error_factor: float = field(default=0.0, kw_only=True)
 
-    @abstractmethod
     def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """The bytes that the rule takes for a partition.
+
+        Kept: 1 / d_b of each block. With signs, the signs and means of m.
+
+        Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
+        `predict`, to which y comes in parts, for others one. With signs two, and a byte
+        for each sign. A kernel needs none, but whether it can run is not known before the run.
 
         Args:
             item: bytes of an element of the weights and of y.
             in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
                 parts.
         """
+        if not self.overlapped:
+            return RuleBytes()
+        signs = self.layout.with_signs
+        entries = -(-numel // self.block_size) * self.per_block_width
+        kept = {"signs and means" if signs else "derived denominators": FLOAT_BYTES * entries}
+        chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
+        y, factor = chunk * (0 if in_place else item), FLOAT_BYTES * -(-chunk // self.block_size)
+        floats = 2 if signs else 3 if item < FLOAT_BYTES else 1
+        others = max(chunk * _SIGN_BYTES, y) if signs else max(y, factor)
+        return RuleBytes(kept, tuple(kept.values()), floats * FLOAT_BYTES * chunk + others)
 
     @property
     def estimates(self) -> bool:
@@ -100,8 +116,13 @@ class RuleSettings(ABC):
 
     @property
     def per_block_width(self) -> int:
-        """Elements of the per-block array for one block."""
+        """See `StateLayout`."""
         return self.layout.per_block_width(self.block_size)
+
+    @property
+    def per_block_bytes(self) -> int:
+        """Its bytes for one block."""
+        return self.per_block_width * DTYPE_BYTES[self.layout.per_block[1]]
 
     def head_bytes(self, numel: int) -> int:
         """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
@@ -121,36 +142,11 @@ def slots_at(source: Source) -> int:
 
 
 @dataclass(frozen=True)
-class PredictiveSettings(RuleSettings):
-    """Settings of the predictive rule and of the exact one, which never overlaps."""
-
-    prediction_error_factor: float
-    """0: no guard."""
-
-    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
-        """Kept: 1 / d_b of each block. With signs, the signs and means of m.
-
-        Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
-        `predict`, to which y comes in parts, for others one. With signs two, and a byte
-        for each sign. A kernel needs none, but whether it can run is not known before the run.
-        """
-        if not self.overlapped:
-            return RuleBytes()
-        signs = self.layout.with_signs
-        entries = -(-numel // self.block_size) * self.per_block_width
-        kept = {"signs and means" if signs else "derived denominators": FLOAT_BYTES * entries}
-        chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
-        y, factor = chunk * (0 if in_place else item), FLOAT_BYTES * -(-chunk // self.block_size)
-        floats = 2 if signs else 3 if item < FLOAT_BYTES else 1
-        others = max(chunk * _SIGN_BYTES, y) if signs else max(y, factor)
-        return RuleBytes(kept, tuple(kept.values()), floats * FLOAT_BYTES * chunk + others)
-
-
-@dataclass(frozen=True)
 class SelectiveSettings(RuleSettings):
-    """Settings of the selective rule, which runs Adam only. It collects the gradients of an
-    interval by itself and hands over their mean; the worker sees one gradient."""
+    """Settings of the selective rule, which collects the gradients of an interval by itself and
+    hands over their mean."""
 
+    name = "selective"
     steps_beside_worker = True  # hot blocks
     limits: ClassVar[str] = (
         "hot blocks step on the accelerator in place of a share, with fp32 moments of Adam, and "
@@ -211,7 +207,6 @@ def settings_of(
     """The settings of the config's rule.
 
     Args:
-        layout: the optimizer's state.
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:
@@ -219,8 +214,13 @@ def settings_of(
     """
     size, overlapped = config.block_size, config.overlapped
     if config.rule != "selective":
-        warm_up, factor = config.warm_up_steps, config.prediction_error_factor
-        return PredictiveSettings(overlapped, warm_up, factor, block_size=size, layout=layout)
+        return RuleSettings(
+            overlapped,
+            config.warm_up_steps,
+            block_size=size,
+            layout=layout,
+            prediction_error_factor=config.prediction_error_factor,
+        )
     steps = _select_steps(config, steps_per_epoch)
     interval = config.update_interval or min(_INTERVAL, steps or _INTERVAL)
     by_epoch = config.select_strategy == "epoch"

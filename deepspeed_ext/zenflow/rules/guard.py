@@ -1,22 +1,13 @@
-"""Measures the errors of predictions, and decides whether steps wait for their own update.
+"""Measures the errors of predictions, from which the predictive rule's guard decides whether steps
+wait for their own update.
 
-About every `PROBE_EVERY` steps a hand-over is *probed*: the weights predicted for a sample are
-compared with the worker's result once it has arrived (see `Sample`). The allowed error is `factor`
-times the larger of
+About every 20 steps a hand-over is *probed*: the weights predicted for a sample are compared with
+the worker's result once it has arrived (see `Sample`). The allowed error is `factor` times the
+larger of
 
 - the error of rounding the result to the dtype of the weights, which is harmless, and
 - a third of the update. At the default factor of 3, the predicted weights must be nearer to the
   result than the weights before the update; otherwise the latter would be the better choice.
-
-The guard is a circuit breaker, a state machine over the outcomes::
-
-    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second
-                  such error in a row makes steps synchronous; a single one, as at a loss spike,
-                  does not.
-    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a
-                  row make steps overlap again, on trial: an error that arises only from the
-                  feedback of predicted weights does not show here. Each time steps become
-                  synchronous again, they stay so twice as long.
 
 A sample is measured on the host alone. The arena holds the worker's p and moments and its result,
 but not the gradient, which y replaces. So the trainer repeats the prediction for some blocks and
@@ -27,7 +18,7 @@ waits anyway. It works whether or not that prediction was used.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,18 +29,8 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.worker.kernel.definition import decode
 
-__all__ = ["GuardState", "PredictionErrors", "Sample", "blocks_per_sample", "drawn"]
+__all__ = ["PredictionErrors", "Sample", "blocks_per_sample", "drawn"]
 
-PROBE_EVERY = 20
-"""Optimizer steps from one probe to the next."""
-STRIKES = 2
-"""Number of successive probes above the allowed error after which steps become synchronous."""
-CALM_PROBES = 10
-"""Number of successive probes with a small error after which steps overlap again, the first
-time."""
-CALM_EXCESS = 0.75
-"""An error is small up to this fraction of the allowed one."""
-_MOST_DOUBLINGS = 6
 _SHARE_OF_UPDATE = 1 / 3
 
 
@@ -105,58 +86,6 @@ class PredictionErrors:
         return factor * max(self.rounding, _SHARE_OF_UPDATE * self.update)
 
 
-@dataclass(frozen=True)
-class GuardState:
-    """The state of the guard, the same on every rank.
-
-    Attributes:
-        synchronous: whether every step waits for its own update.
-        trips: how often steps have become synchronous.
-        streak: number of latest successive probes that speak for changing `synchronous`.
-        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over
-            is.
-        probed: whether the newest hand-over is probed and not judged yet.
-    """
-
-    synchronous: bool = False
-    trips: int = 0
-    streak: int = 0
-    steps_to_probe: int = 0
-    probed: bool = False
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next hand-over is probed."""
-        return self.steps_to_probe == 0
-
-    def handed_over(self, probed: bool) -> GuardState:
-        """The state after a step's gradient was handed over."""
-        left = PROBE_EVERY if probed else self.steps_to_probe
-        return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
-
-    def judged(self, excess: float) -> GuardState:
-        """The state once the errors of the newest hand-over are known.
-
-        Args:
-            excess: the largest of all ranks and partitions; NaN counts as too large.
-        """
-        speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
-        streak = self.streak + 1 if speaks_for_change else 0
-        if streak >= self._needed:
-            return GuardState(not self.synchronous, self.trips + (not self.synchronous))
-        suspicious = streak > 0 and not self.synchronous
-        return replace(
-            self,
-            streak=streak,
-            probed=False,
-            steps_to_probe=0 if suspicious else self.steps_to_probe,
-        )
-
-    @property
-    def _needed(self) -> int:
-        return CALM_PROBES << min(self.trips - 1, _MOST_DOUBLINGS) if self.synchronous else STRIKES
-
-
 SAMPLE_NUMEL = 1 << 13
 """Elements in the samples of all of a rank's partitions."""
 _FEWEST_BLOCKS = 8
@@ -192,15 +121,17 @@ class Sample:
         block_size: int,
         last: Any,
         step: Any,
-        blocks: torch.Tensor | None,
+        blocks: torch.Tensor,
     ) -> None:
         self.partition, self._kind, self._block_size = partition, kind, block_size
         self._last, self.step = last, step
-        self.blocks, self.newest = blocks, _on_host(grad, blocks, block_size)
+        self.blocks, numel = blocks, partition.master.numel()
+        elements = (blocks[:, None] * block_size + torch.arange(block_size, device="cpu")).view(-1)
+        self._elements = elements[elements < numel]  # of a partition that is shorter than a block
+        self.newest = self._on_host(grad)
         moments = list(map(self.of, partition.moments))
         for index, scales in enumerate(partition.scales):
-            of_blocks = scales if blocks is None else scales.index_select(0, blocks)
-            codes = moments[index]
+            of_blocks, codes = scales.index_select(0, blocks), moments[index]
             moments[index] = torch.empty_like(codes, dtype=torch.float32)
             decode(codes, of_blocks, block_size, moments[index])
         self.state = self.of(partition.master), *moments
@@ -220,49 +151,37 @@ class Sample:
         """The weights as the accelerator predicts them, 1-D [k]; to the bit if the worker's kernel
         is the reference."""
         kind, numel = self._kind, self.state[0].numel()
-        published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
+        published, weights = (
+            torch.empty(numel, dtype=self._weights_dtype, device="cpu") for _ in range(2)
+        )
         ahead = kind.ahead(self._last)
         per_block = kind.publish(ahead, self.state, self._block_size, published)
-        estimate = kind.estimate(self._last, per_block, self._block_size)
-        weights = torch.empty(numel, dtype=self._weights_dtype, device="cpu")
-        kind.predict(estimate, weights, published, self.newest, self.step)
+        known = kind.known(self._last, per_block)
+        kind.predict(known, weights, published, self.newest, self.step, self._block_size)
         return weights
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The sample's elements of a 1-D tensor of the partition, copied."""
-        return _sampled(flat, self.blocks, self._block_size)
+        """The sample's elements of a 1-D tensor of the partition, copied; on the host."""
+        return flat.index_select(0, self._elements)
+
+    def _on_host(self, grad: torch.Tensor) -> torch.Tensor:
+        """The sample of a gradient. From an accelerator it is copied on the current stream, without
+        waiting."""
+        if grad.device.type == "cpu":
+            return self.of(grad)
+        elements = get_accelerator().pin_memory(self._elements).to(grad.device, non_blocking=True)
+        there = grad.index_select(0, elements)
+        found = allocation.host_empty(there.numel(), there.dtype, pin=True)
+        return found.copy_(there, non_blocking=True)
 
 
-def drawn(
-    partition: Partition, block_size: int, most_blocks: int, seed: int
-) -> torch.Tensor | None:
-    """Numbers of blocks spread over a partition, by `seed`, 1-D int64; a shorter last block is
-    excluded. None: the partition is shorter than a block, and all of it is taken."""
-    whole = partition.master.numel() // block_size
-    if not whole:
-        return None
-    count = min(whole, most_blocks)
+def drawn(partition: Partition, block_size: int, most_blocks: int, seed: int) -> torch.Tensor:
+    """Numbers of blocks spread over a partition, by `seed`, 1-D int64: whole ones, or the only one
+    of a partition that is shorter than a block."""
+    numel = partition.master.numel()
+    whole = max(1, numel // block_size)
+    count = min(whole, most_blocks, numel)
     generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + partition.index)
     within = torch.rand(count, dtype=torch.float64, device="cpu", generator=generator)
     numbers = torch.arange(count, dtype=torch.float64, device="cpu")
-    return ((numbers + within) * (whole / count)).long().clamp_(max=whole - 1)
-
-
-def _sampled(flat: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
-    if blocks is None:
-        return flat.clone()
-    whole = flat.numel() // block_size * block_size
-    return flat[:whole].view(-1, block_size).index_select(0, blocks).view(-1)
-
-
-def _on_host(grad: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
-    """The sample of a gradient. From an accelerator it is copied on the current stream, without
-    waiting."""
-    if grad.device.type == "cpu":
-        return _sampled(grad, blocks, block_size)
-    if blocks is not None:
-        blocks = get_accelerator().pin_memory(blocks).to(grad.device, non_blocking=True)
-    there = _sampled(grad, blocks, block_size)
-    return allocation.host_empty(there.numel(), there.dtype, pin=True).copy_(
-        there, non_blocking=True
-    )
+    return ((numbers + within) * (whole / max(1, count))).long().clamp_(max=whole - 1)

@@ -12,47 +12,50 @@ Example with one warm-up step; ``>`` hands over, ``<`` waits for what was handed
     step        1           2           3
     weights     exact       predicted   predicted
     worker      > <         >           < >
+
+The guard is a circuit breaker, a state machine over the outcomes::
+
+    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second
+                  such error in a row makes steps synchronous; a single one, as at a loss spike,
+                  does not.
+    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a
+                  row make steps overlap again, on trial: an error that arises only from the
+                  feedback of predicted weights does not show here. Each time steps become
+                  synchronous again, they stay so twice as long.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
-from operator import add
+from operator import add, itemgetter
 from typing import Any
 
 import torch
 
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, slots_at
-from deepspeed_ext.zenflow.rules.guard import (
-    GuardState,
-    PredictionErrors,
-    Sample,
-    blocks_per_sample,
-    drawn,
-)
-from deepspeed_ext.zenflow.rules.saved import PredictivePartitionValues
+from deepspeed_ext.zenflow.plan.rule import slots_at
+from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample, blocks_per_sample, drawn
+from deepspeed_ext.zenflow.rules.saved import PartitionValues
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
+from deepspeed_ext.zenflow.step.rule import Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = [
+    "CALM_PROBES",
+    "GuardState",
     "PredictionState",
-    "PredictivePlan",
     "PredictiveRule",
     "PredictiveSchedule",
     "PredictiveState",
+    "STRIKES",
 ]
 
 _WARM_UP_STEPS = 10
@@ -60,37 +63,84 @@ _WARM_UP_STEPS = 10
 the measured need (docs/results.md)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictivePlan(StepPlan):
-    """Describes one optimizer step.
-
-    If it predicts, W = round(y - effect of the gradient), where y is the result of the update
-    before. Otherwise W = round(p), which the worker gives for this step's gradient.
-
-    Attributes:
-        publish_ahead: whether the next step is predicted, so the worker publishes the extrapolated
-            y.
-        probes: whether the prediction for the gradient handed over in this step is measured.
-    """
-
-    publish_ahead: bool
-    probes: bool = False
+PROBE_EVERY = 20
+"""Optimizer steps from one probe to the next."""
+STRIKES = 2
+"""Number of successive probes above the allowed error after which steps become synchronous."""
+CALM_PROBES = 10
+"""Number of successive probes with a small error after which steps overlap again, the first
+time."""
+CALM_EXCESS = 0.75
+"""An error is small up to this fraction of the allowed one."""
+_MOST_DOUBLINGS = 6
 
 
 @dataclass(frozen=True)
-class PredictiveState(State):
-    """The position in the schedule."""
+class GuardState:
+    """The state of the guard, the same on every rank.
 
+    Attributes:
+        synchronous: whether every step waits for its own update.
+        trips: how often steps have become synchronous.
+        streak: number of latest successive probes that speak for changing `synchronous`.
+        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over
+            is.
+        probed: whether the newest hand-over is probed and not judged yet.
+    """
+
+    synchronous: bool = False
+    trips: int = 0
+    streak: int = 0
+    steps_to_probe: int = 0
+    probed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next hand-over is probed."""
+        return self.steps_to_probe == 0
+
+    def handed_over(self, probed: bool) -> GuardState:
+        """The state after a step's gradient was handed over."""
+        left = PROBE_EVERY if probed else self.steps_to_probe
+        return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
+
+    def judged(self, excess: float) -> GuardState:
+        """The state once the errors of the newest hand-over are known.
+
+        Args:
+            excess: the largest of all ranks and partitions; NaN counts as too large.
+        """
+        speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
+        streak = self.streak + 1 if speaks_for_change else 0
+        if streak >= self._needed:
+            return GuardState(not self.synchronous, self.trips + (not self.synchronous))
+        suspicious = streak > 0 and not self.synchronous
+        return replace(
+            self,
+            streak=streak,
+            probed=False,
+            steps_to_probe=0 if suspicious else self.steps_to_probe,
+        )
+
+    @property
+    def _needed(self) -> int:
+        return CALM_PROBES << min(self.trips - 1, _MOST_DOUBLINGS) if self.synchronous else STRIKES
+
+
+@dataclass(frozen=True)
+class PredictiveState:
+    """The position in the schedule; see `Schedule.state`."""
+
+    steps: int = 0
+    written: int = 0
     is_ahead: bool = False
     """Whether the worker has published the extrapolated y and the per-block array, which overlapped
     steps need."""
     guard: GuardState = field(default_factory=GuardState)
-    is_exact: bool = False
-    """Whether steps follow the exact rule, so none overlaps."""
 
 
 class PredictiveSchedule(Schedule):
-    """Advances through the steps.
+    """See `Schedule`.
 
     Args:
         overlap: False makes every step synchronous.
@@ -110,10 +160,10 @@ class PredictiveSchedule(Schedule):
         wait: Wait = Wait.STEP,
         in_chunks: bool = False,
     ) -> None:
-        self.state = PredictiveState(is_exact=not overlap)
+        self.state = PredictiveState()
         self.ring = slots_at(source) if overlap else 1
         self._wait, self._in_chunks = wait, in_chunks
-        self._warm_up_steps = warm_up_steps
+        self._overlaps, self._warm_up_steps = overlap, warm_up_steps
         self._guarded = guarded and overlap
 
     @property
@@ -122,18 +172,18 @@ class PredictiveSchedule(Schedule):
         moments."""
         return _WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
 
-    def plan(self) -> PredictivePlan:
+    def plan(self) -> StepPlan:
         state, guard = self.state, self.state.guard
-        overlaps = not (state.is_exact or guard.synchronous)
+        overlaps = self._overlaps and not guard.synchronous
         if overlaps and state.is_ahead and state.steps >= self.warm_up_steps:
             wait, probes = self._wait if self._in_chunks else Wait.NEXT_STEP, guard.is_due
-            return PredictivePlan(wait=wait, predicts=True, publish_ahead=True, probes=probes)
+            return StepPlan(wait=wait, predicts=True, publish_ahead=True, probes=probes)
         ahead = overlaps and state.steps + 1 >= self.warm_up_steps
-        wait = self._wait if state.is_exact else Wait.STEP
+        wait = Wait.STEP if self._overlaps else self._wait
         probes = guard.synchronous and guard.is_due
-        return PredictivePlan(wait=wait, publish_ahead=ahead, probes=probes)
+        return StepPlan(wait=wait, publish_ahead=ahead, probes=probes)
 
-    def advance(self, plan: PredictivePlan) -> None:
+    def advance(self, plan: StepPlan) -> None:
         state = self.state
         self.state = replace(
             state,
@@ -151,7 +201,6 @@ class PredictiveSchedule(Schedule):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no probe waits for its verdict."""
         return not self.wants_verdict
 
     def judge(self, excess: float) -> bool:
@@ -164,24 +213,11 @@ class PredictiveSchedule(Schedule):
         self.state = replace(self.state, guard=before.judged(excess))
         return self.state.guard.synchronous is not before.synchronous
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: PredictiveState) -> None:
         """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
-        again. A rule that is known here stays."""
-        guard = GuardState(**dict(state["guard"]))
-        is_released = guard.synchronous and not self._guarded
-        guard = GuardState() if is_released else guard
-        kept = {"guard": guard, "is_exact": self.state.is_exact}
-        super().load_state_dict({**state, **kept})
-
-    def restart(self) -> None:
-        is_exact = self.state.is_exact
-        super().restart()
-        self.state = replace(self.state, is_exact=is_exact)
-
-
-_MOST_EXCESS = 1e6
-_SCORES_PER_EXCESS = 1000
-"""Ranks exchange an excess as an integer, in thousandths."""
+        again."""
+        is_released = state.guard.synchronous and not self._guarded
+        super().load(replace(state, guard=GuardState()) if is_released else state)
 
 
 @dataclass
@@ -190,26 +226,26 @@ class PredictionState:
 
     Attributes:
         last: constants of the newest gradient; None before the first.
-        estimator: built from the newest per-block array; None before the first result.
+        known: what the estimate needs of the newest result (`OptimizerKind.known`); None before the
+            first.
         sample: taken before the newest hand-over; None if that is not probed or has been measured.
         errors: the result of the newest probe; None once it is judged.
     """
 
     last: Any = None
-    estimator: Estimate | None = None
+    known: torch.Tensor | None = None
     sample: Sample | None = None
     errors: PredictionErrors | None = None
 
 
 class PredictiveRule(UpdateRule):
-    """Computes weights as y minus an estimate of what is in flight (see
-    `optimizers.adam_estimator`).
+    """Computes weights as y minus an estimate of what is in flight.
 
     Attributes:
         states: state of each partition, in order.
     """
 
-    name = "predictive"
+    position, values = PredictiveState, PartitionValues
     schedule: PredictiveSchedule
 
     def __init__(
@@ -217,13 +253,10 @@ class PredictiveRule(UpdateRule):
         plan: ZenFlowPlan,
         partitions: Sequence[Partition],
         link: WorkerLink,
-        ranks: RankGroup,
         kind: OptimizerKind,
-        metrics: Metrics,
+        ranks: RankGroup,
     ) -> None:
         settings = plan.rule
-        assert isinstance(settings, PredictiveSettings)
-        self._kind = kind
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
             settings.overlapped,
@@ -233,11 +266,11 @@ class PredictiveRule(UpdateRule):
             wait=plan.wait,
             in_chunks=plan.predicts_in_chunks,
         )
-        super().__init__(settings.block_size, schedule, partitions, link, metrics)
+        super().__init__(plan, schedule, partitions, link, kind)
         self.states = [PredictionState() for _ in partitions]
-        self._settings = settings
-        self._ranks = ranks
-        self._errors = PredictionErrors(math.nan, math.nan, math.nan)
+        self._overlaps, self._ranks = settings.overlapped, ranks
+        self._width = settings.per_block_width
+        self._figures: dict[str, float] = {}
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -250,7 +283,7 @@ class PredictiveRule(UpdateRule):
             state.errors = None
 
     def step_partition(
-        self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, step: Any
+        self, plan: StepPlan, partition: Partition, grad: torch.Tensor, step: Any
     ) -> None:
         state = self.states[partition.index]
         if plan.probes:
@@ -265,29 +298,41 @@ class PredictiveRule(UpdateRule):
         state.last = step
         if not plan.predicts or plan.wait is not Wait.NEXT_STEP:
             return
-        assert state.estimator is not None, "the schedule begins with a synchronous step"
         for span, y, weights in self._link.stream.parts(partition.index):
-            estimator = state.estimator.of(*span)
             with self._metrics.timing_estimate():
-                self._kind.predict(estimator, weights, y, grad[slice(*span)], step)
+                self._predict(state.known, span, weights, y, grad[slice(*span)], step)
             self._metrics.bytes_up += y.nbytes
 
     def predict(self, partition: Partition) -> Predict:
         state = self.states[partition.index]
-        estimator, step = state.estimator, state.last
-        assert estimator is not None, "the schedule begins with a synchronous step"
+        known, step = state.known, state.last
 
         def predict(span: Span, y: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor) -> None:
-            self._kind.predict(estimator.of(*span), weights, y, grad, step)
+            self._predict(known, span, weights, y, grad, step)
 
         return predict
 
-    def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
+    def _predict(
+        self,
+        known: torch.Tensor | None,
+        span: Span,
+        weights: torch.Tensor,
+        y: torch.Tensor,
+        grad: torch.Tensor,
+        step: Any,
+    ) -> None:
+        """Predict the weights of elements of a partition: whole blocks, or up to its end."""
+        assert known is not None, "the schedule begins with a synchronous step"
+        size, width = self.block_size, self._width
+        of_span = known[span.begin // size * width : -(-span.end // size) * width]
+        self._kind.predict(of_span, weights, y, grad, step, size)
+
+    def task(self, plan: StepPlan, partition: Partition) -> WorkerTask:
         step = self.states[partition.index].last
         publish = self._kind.ahead(step) if plan.predicts else self._kind.exact(step)
         return WorkerTask(partition.index, self.schedule.coming, publish, step)
 
-    def end_step(self, plan: PredictivePlan) -> None:
+    def end_step(self, plan: StepPlan) -> None:
         if plan.publish_ahead and not plan.predicts:
             self._read_results()
             self._publish_again()
@@ -303,7 +348,7 @@ class PredictiveRule(UpdateRule):
         self._link.depart(passes, gradients=0)
 
     def _read_results(self) -> None:
-        """Build the estimators from the newest per-block arrays, once per result."""
+        """Keep what estimates need of the newest per-block arrays, once per result."""
         if not self._link.is_unread:
             return
         self._link.is_unread = False
@@ -312,7 +357,7 @@ class PredictiveRule(UpdateRule):
             means = self._link.stream.block_means(partition.index)
             # no view of the copy: `offload` could not free what that keeps
             means = means.view(-1).to(partition.device, copy=True, non_blocking=True)
-            state.estimator = self._kind.estimate(state.last, means, self.block_size)
+            state.known = self._kind.known(state.last, means)
 
     # -- the guard ---------------------------------------------------------------------------------
 
@@ -324,20 +369,20 @@ class PredictiveRule(UpdateRule):
         for state in self.states:
             if state.sample is not None:  # else an interrupted call has measured it
                 state.errors, state.sample = state.sample.errors(), None
-        self._errors = reduce(
-            add, (state.errors for state in self.states if state.errors is not None)
-        )
+        errors = reduce(add, (state.errors for state in self.states if state.errors is not None))
+        if errors.update > 0.0:
+            relative = map(errors.of_an_update, (errors.prediction, errors.rounding))
+            self._figures = dict(zip(("prediction_error", "rounding_error"), relative, strict=True))
 
     def _judge(self) -> None:
         """Report the largest error of all partitions and ranks to the guard. A collective."""
-        score, told = 0, ""
+        worst = 0.0, ""
         with self._link.deferring_errors():
-            score, told = self._worst()
-        score, owner = self._ranks.largest(score)
-        if not self.schedule.judge(score / _SCORES_PER_EXCESS):
+            worst = self._worst()
+        excess, told = max(self._ranks.gather_objects(worst), key=itemgetter(0))
+        if not self.schedule.judge(excess):
             return
         step, guard = self.schedule.state.steps, self.schedule.state.guard
-        told = self._ranks.broadcast(told, owner)
         if self._ranks.rank == 0 and guard.synchronous:
             logger.warning(
                 f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From "
@@ -351,36 +396,32 @@ class PredictiveRule(UpdateRule):
                 f"again at step {step}: {told}. Steps overlap"
             )
 
-    def _worst(self) -> tuple[int, str]:
-        """The largest error of this rank's partitions as a score, and in words."""
+    def _worst(self) -> tuple[float, str]:
+        """The largest excess of this rank's partitions, and the error in words."""
         measured = [
             (state.errors, index)
             for index, state in enumerate(self.states)
             if state.errors is not None
         ]
         if not measured:
-            return 0, ""
+            return 0.0, ""
         errors, index = max(measured, key=lambda each: each[0].excess(self._factor))
-        score = round(min(errors.excess(self._factor), _MOST_EXCESS) * _SCORES_PER_EXCESS)
         where = f"partition {index} of rank {self._ranks.global_rank(self._ranks.rank)}"
-        return score, f"{where} {errors.in_words(self._factor)}"
+        return errors.excess(self._factor), f"{where} {errors.in_words(self._factor)}"
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         state = self.states[partition.index]
-        return [] if state.estimator is None else [state.estimator.kept]
+        return [] if state.known is None else [state.known]
 
     def measurements(self) -> dict[str, float]:
-        errors, guard = self._errors, self.schedule.state.guard
-        figures = {
-            "prediction_error": errors.of_an_update(errors.prediction),
-            "rounding_error": errors.of_an_update(errors.rounding),
+        guard = self.schedule.state.guard
+        return self._figures | {
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
-            "exact": float(self.schedule.state.is_exact),
+            "exact": float(not self._overlaps),
         }
-        return {name: value for name, value in figures.items() if not math.isnan(value)}
 
     def write_back(self) -> None:
         self._measure()  # before p may be changed
@@ -394,22 +435,20 @@ class PredictiveRule(UpdateRule):
     ) -> None:
         super().restart(counts, partitions)
         for state in self.states:
-            state.estimator = state.sample = state.errors = None
+            state.known = state.sample = state.errors = None
 
     def saved(self) -> list[dict[str, Any]]:
         return [
             {
                 "last": None if state.last is None else asdict(state.last),
                 "errors": None if state.errors is None else asdict(state.errors),
-                "inverse": None if state.estimator is None else state.estimator.kept,
+                "inverse": state.known,
             }
             for state in self.states
         ]
 
-    def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
+    def restore(self, partitions: Sequence[PartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             state.last, state.errors = saved.last, saved.errors
             if saved.inverse is not None:
-                state.estimator = self._kind.remembered(
-                    saved.inverse.to(partition.device), self.block_size
-                )
+                state.known = saved.inverse.to(partition.device)

@@ -4,27 +4,21 @@ own where it has one."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pydantic import ConfigDict
 
 from deepspeed_ext.zenflow.rules.guard import PredictionErrors
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = [
     "AdamState",
     "FLOATS",
     "PartitionValues",
-    "PredictivePartitionValues",
-    "SelectivePartitionValues",
     "Tensors",
-    "recorrect",
-    "rows_of",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,13 +30,16 @@ Tensors = Iterator[tuple[str, torch.Tensor, int, Sequence[torch.dtype]]]
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionValues:
-    """The part of a partition's saved state that both rules have.
+    """A partition's saved state under the predictive rule.
 
     Attributes:
         numel: its number of elements.
         on_accelerator: how many of them, at its start, step on the accelerator; the other values
             leave them out.
         updates: its number of updates; None: the run's.
+        last: constants of the newest gradient that was handed over.
+        errors: errors of the newest probe, if the guard has not judged it yet.
+        inverse: what the estimate needs (`OptimizerKind.known`).
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
@@ -50,6 +47,9 @@ class PartitionValues:
     numel: int
     on_accelerator: int
     updates: int | None = None
+    last: Any = None
+    errors: PredictionErrors | None = None
+    inverse: torch.Tensor | None = None
 
     @property
     def on_host(self) -> int:
@@ -61,9 +61,10 @@ class PartitionValues:
 
         Args:
             layout: the state of the optimizer that saved it.
-            block_size: elements of a block.
         """
-        return iter(())
+        if self.inverse is not None:
+            numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
+            yield "inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),)
 
     @property
     def is_behind(self) -> bool:
@@ -85,88 +86,9 @@ class PartitionValues:
         skipped = max(0, self.on_accelerator - begin)
         parts = [array[skipped:] for array in state]
         if self.is_behind and parts[0].numel():
-            begin += skipped - self.on_accelerator
-            self.apply_collected(parts, block_size, begin, layout)
+            self.apply_collected(parts, block_size, begin + skipped - self.on_accelerator, layout)
 
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int, layout: StateLayout
     ) -> None:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictivePartitionValues(PartitionValues):
-    """State of one partition.
-
-    Attributes:
-        last: constants of the newest gradient that was handed over.
-        errors: errors of the newest probe, if the guard has not judged it yet.
-        inverse: what the estimate remembers (`Estimate.kept`).
-    """
-
-    last: Any = None
-    errors: PredictionErrors | None = None
-    inverse: torch.Tensor | None = None
-
-    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
-        if self.inverse is not None:
-            numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
-            yield "inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),)
-
-
-def rows_of(flat: torch.Tensor, block_size: int) -> torch.Tensor:
-    """View the whole blocks of a flat tensor, 1-D [n], as rows."""
-    return flat[: flat.numel() // block_size * block_size].view(-1, block_size)
-
-
-def recorrect(m: torch.Tensor, v: torch.Tensor, before: AdamStep, after: AdamStep) -> None:
-    """Change moments of any shape in place, so that their bias-corrected values after the step
-    `after` are those after `before`."""
-    if before.step and before.step != after.step:
-        m.mul_(after.bias_correction1 / before.bias_correction1)
-        v.mul_((after.bias_correction2_sqrt / before.bias_correction2_sqrt) ** 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectivePartitionValues(PartitionValues):
-    """State of one partition; see `SelectionState`."""
-
-    hot_blocks: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    last: AdamStep | None = None
-    cold_updates: int
-
-    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
-        if self.mean is not None:
-            yield "mean", self.mean, self.on_host, FLOATS
-        if (hot := self.hot_blocks) is not None:
-            most = min(hot.numel(), self.on_host // block_size)
-            yield "hot_blocks", hot, most, (torch.int64,)
-
-    @property
-    def is_behind(self) -> bool:
-        return self.last is not None
-
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int, layout: StateLayout
-    ) -> None:
-        """Step the cold blocks with the mean of the collected gradients, and let all blocks have
-        the hot ones' count."""
-        assert self.last is not None, "it is behind"
-        p, m, v = state
-        first = begin // block_size
-        hot = (
-            torch.empty(0, dtype=torch.int64, device="cpu")
-            if self.hot_blocks is None
-            else self.hot_blocks
-        )
-        ids = hot[(hot >= first) & (hot < first + p.numel() // block_size)] - first
-        kept = [rows_of(array, block_size)[ids] for array in state]
-        cold = replace(self.last, step=self.cold_updates)
-        if self.mean is not None:
-            cold = replace(cold, step=self.cold_updates + 1)
-            mean = self.mean[begin : begin + p.numel()]
-            step_in_fp32(layout, state, mean, cold, block_size, begin)
-        recorrect(m, v, cold, self.last)
-        for array, rows in zip(state, kept, strict=True):
-            rows_of(array, block_size)[ids] = rows

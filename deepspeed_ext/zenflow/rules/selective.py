@@ -45,18 +45,19 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
-from deepspeed_ext.zenflow.rules.saved import SelectivePartitionValues, recorrect, rows_of
+from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
+from deepspeed_ext.zenflow.step.rule import Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = [
     "HotBlocks",
     "SelectionState",
+    "SelectivePartitionValues",
     "SelectivePlan",
     "SelectiveRule",
     "SelectiveSchedule",
@@ -66,8 +67,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePlan(StepPlan):
-    """Describes one optimizer step. If it waits first, it applies the result of an earlier
-    hand-over; if it waits last, that of its own.
+    """If the step waits first, it applies the result of an earlier hand-over; if it waits last,
+    that of its own.
 
     Attributes:
         collected: gradients of the interval before this step's.
@@ -79,9 +80,11 @@ class SelectivePlan(StepPlan):
 
 
 @dataclass(frozen=True)
-class SelectiveState(State):
-    """The position in the schedule."""
+class SelectiveState:
+    """The position in the schedule; see `Schedule.state`."""
 
+    steps: int = 0
+    written: int = 0
     collected: int = 0
     """Gradients of the interval so far."""
     is_in_flight: bool = False
@@ -91,10 +94,9 @@ class SelectiveState(State):
 
 
 class SelectiveSchedule(Schedule):
-    """Advances through the steps. Settings may change between them.
+    """See `Schedule`. Settings may change between steps.
 
     Args:
-        settings: settings of the rule.
         source: where gradients come from.
     """
 
@@ -134,6 +136,64 @@ class SelectiveSchedule(Schedule):
             is_in_flight=bool(plan.handed_over) and not plan.waits_last,
             since_selection=0 if plan.selects else state.since_selection + 1,
         )
+
+
+def rows_of(flat: torch.Tensor, block_size: int) -> torch.Tensor:
+    """View the whole blocks of a flat tensor, 1-D [n], as rows."""
+    return flat[: flat.numel() // block_size * block_size].view(-1, block_size)
+
+
+def recorrect(m: torch.Tensor, v: torch.Tensor, before: AdamStep, after: AdamStep) -> None:
+    """Change moments of any shape in place, so that their bias-corrected values after the step
+    `after` are those after `before`."""
+    if before.step and before.step != after.step:
+        m.mul_(after.bias_correction1 / before.bias_correction1)
+        v.mul_((after.bias_correction2_sqrt / before.bias_correction2_sqrt) ** 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectivePartitionValues(PartitionValues):
+    """See `SelectionState`."""
+
+    hot_blocks: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    last: AdamStep | None = None
+    cold_updates: int
+
+    def tensors(self, layout: StateLayout, block_size: int) -> Tensors:
+        if self.mean is not None:
+            yield "mean", self.mean, self.on_host, FLOATS
+        if (hot := self.hot_blocks) is not None:
+            most = min(hot.numel(), self.on_host // block_size)
+            yield "hot_blocks", hot, most, (torch.int64,)
+
+    @property
+    def is_behind(self) -> bool:
+        return self.last is not None
+
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int, layout: StateLayout
+    ) -> None:
+        """Step the cold blocks with the mean of the collected gradients, and let all blocks have
+        the hot ones' count."""
+        assert self.last is not None, "it is behind"
+        p, m, v = state
+        first = begin // block_size
+        hot = (
+            torch.empty(0, dtype=torch.int64, device="cpu")
+            if self.hot_blocks is None
+            else self.hot_blocks
+        )
+        ids = hot[(hot >= first) & (hot < first + p.numel() // block_size)] - first
+        kept = [rows_of(array, block_size)[ids] for array in state]
+        cold = replace(self.last, step=self.cold_updates)
+        if self.mean is not None:
+            cold = replace(cold, step=self.cold_updates + 1)
+            mean = self.mean[begin : begin + p.numel()]
+            step_in_fp32(layout, state, mean, cold, block_size, begin)
+        recorrect(m, v, cold, self.last)
+        for array, rows in zip(state, kept, strict=True):
+            rows_of(array, block_size)[ids] = rows
 
 
 @dataclass
@@ -176,7 +236,7 @@ class SelectiveRule(UpdateRule):
         states: state of each partition, in order.
     """
 
-    name = "selective"
+    position, values = SelectiveState, SelectivePartitionValues
     schedule: SelectiveSchedule
 
     def __init__(
@@ -184,17 +244,14 @@ class SelectiveRule(UpdateRule):
         plan: ZenFlowPlan,
         partitions: Sequence[Partition],
         link: WorkerLink,
-        ranks: RankGroup,
         kind: OptimizerKind,
-        metrics: Metrics,
+        ranks: RankGroup,
     ) -> None:
         settings = plan.rule
         assert isinstance(settings, SelectiveSettings)
-        schedule = SelectiveSchedule(settings, plan.source)
-        super().__init__(settings.block_size, schedule, partitions, link, metrics)
+        super().__init__(plan, SelectiveSchedule(settings, plan.source), partitions, link, kind)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
-        self._kind = kind
 
     # -- one optimizer step ------------------------------------------------------------------------
 

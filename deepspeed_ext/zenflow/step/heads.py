@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
@@ -33,27 +32,27 @@ class Heads:
 
     Args:
         weights: each partition's weights, 1-D [n], on the accelerator; the initial values of p.
+
+    Attributes:
         numels: elements of each partition, from its start, that step on the accelerator.
     """
 
     def __init__(
         self,
+        plan: ZenFlowPlan,
         weights: Sequence[torch.Tensor],
-        numels: Sequence[int],
         arena: Arena,
-        block_size: int,
         kind: OptimizerKind,
     ) -> None:
-        device = weights[0].device
-        self.numels = tuple(numels)
+        device, block_size, layout = weights[0].device, plan.rule.block_size, kind.layout
+        self.numels = tuple(each.head for each in plan.partitions)
         self._kind = kind
         self._arena = arena
         self.is_shown = False
-        layout = kind.layout
         # by partition: p, fp32, and the moments in their own dtypes, [blocks, block_size], and
         # scales of codes, [blocks], on the accelerator; and where each is shown, 1-D, in the arena
         self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        for index, (part, numel) in enumerate(zip(weights, numels, strict=True)):
+        for index, (part, numel) in enumerate(zip(weights, self.numels, strict=True)):
             blocks = numel // block_size
             shapes: dict[str, tuple[int, ...]] = dict.fromkeys(layout.kinds, (blocks, block_size))
             shapes |= dict.fromkeys(layout.scales, (blocks,))
@@ -76,35 +75,9 @@ class Heads:
     ) -> Heads | None:
         """Allocate it on every rank; None on every rank if any accelerator has no memory for it. A
         collective."""
-        heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
         return allocation.try_on_all_ranks(
-            "zenflow.heads",
-            lambda: cls(weights, heads, arena, block_size, kind),
-            ranks,
+            "zenflow.heads", lambda: cls(plan, weights, arena, kind), ranks
         )
-
-    @classmethod
-    def on_all_ranks(
-        cls,
-        plan: ZenFlowPlan,
-        weights: Sequence[torch.Tensor],
-        arena: Arena,
-        kind: OptimizerKind,
-        ranks: RankGroup,
-    ) -> Heads:
-        """As `if_all_have_room`.
-
-        Raises:
-            OutOfMemoryError: on every rank, if any accelerator has no memory for it.
-        """
-        heads = cls.if_all_have_room(plan, weights, arena, kind, ranks)
-        if heads is None:
-            raise OutOfMemoryError(
-                f"offload_optimizer.ratio keeps {plan.head_bytes:,} bytes of the optimizer "
-                f"on the accelerator of rank {ranks.rank}, and a rank has no memory for its part: "
-                'raise the ratio, or set it to "auto"'
-            )
-        return heads
 
     @torch.no_grad()
     def step(self, index: int, grad: torch.Tensor, step: Any, weights: torch.Tensor) -> None:

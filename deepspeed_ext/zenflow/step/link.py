@@ -124,7 +124,7 @@ class WorkerLink:
         self.write_wait_seconds = 0.0
         self._ranks = ranks
         self.metrics = metrics
-        self._kept = DeferredError()
+        self._kept = DeferredError(_told)
         self._gradients = 0
         self._timeout_seconds = threads.timeout_seconds
         self.longest_wait_seconds = _longest_wait_seconds(threads.timeout_seconds, ranks)
@@ -197,7 +197,7 @@ class WorkerLink:
         wait together, `failed` is true and work may be skipped."""
         # not kept: that would raise it only after a collective of the parent's group
         self.home.require()
-        return self._kept.deferring_errors(_told)
+        return self._kept.deferring_errors()
 
     @property
     def failed(self) -> bool:

@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -22,38 +22,12 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.step.rule import StepPlan, UpdateRule
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = ["HostOptimizer", "Observer"]
-
-
-class Observer(Protocol):
-    """Observes steps, and may then choose a better plan (`zenflow.first_steps`). Every rank of the
-    model has one, or none.
-
-    Attributes:
-        is_chosen: whether it has chosen, on this machine.
-        threads: those of the worker's passes.
-    """
-
-    is_chosen: bool
-    threads: int
-
-    def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
-        """Observe a step that has ended. A collective if a choice is due."""
-
-    def resume(self, host: HostOptimizer, heads: Sequence[int], threads: int | None) -> None:
-        """Go on from a checkpoint, after p and the moments were loaded. A collective.
-
-        Args:
-            heads: elements of each partition that step on the accelerator there.
-            threads: those of the optimizer process, chosen on this machine; None: there was no
-                choice here.
-        """
+__all__ = ["HostOptimizer"]
 
 
 class HostOptimizer:
@@ -72,7 +46,7 @@ class HostOptimizer:
         plan: plan of the current step; None between steps. Kept if an exception interrupts the
             step.
         is_offloaded: whether `offload` was called, and `reload` was not.
-        first_steps: may choose a better plan; None: the plan stays.
+        first_steps: `FirstSteps`, which may choose a better plan; None: the plan stays.
     """
 
     def __init__(
@@ -93,7 +67,7 @@ class HostOptimizer:
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
-        self.first_steps: Observer | None = None
+        self.first_steps: Any = None
         self._parked: Parked | None = None
         self._is_handed_over = False
         link.stream.weights = [each.weights for each in state.partitions]
@@ -192,12 +166,12 @@ class HostOptimizer:
             rule.schedule.advance(plan)
             with self.link.deferring_errors():
                 rule.end_step(plan)
-            self.state.counts = [count + 1 for count in self.state.counts]
             with self.link.deferring_errors():
                 self._metrics.note_link(self.link.stream.copying_seconds())
                 self._metrics.end_step(plan.waits_last)
-                self.state.handles.advance(self.state.counts)
-            self.plan, self.state.in_step = None, False
+            with self.link.deferring_errors():
+                self.state.end_step()
+            self.plan = None
             with self.link.deferring_errors():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still
                 # see a step.
@@ -260,7 +234,14 @@ class HostOptimizer:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
             first: whether these parts come before all others from the coming step on.
         """
-        used = None if parts is None else self.state.on_host(parts)
+        heads, used = self.state.heads, None
+        if parts is not None:  # those that the rule steps, counted from its first
+            before = [0] * len(self.state.wholes) if heads is None else heads.numels
+            used = [
+                (index, Span(max(0, span.begin - before[index]), span.end - before[index]))
+                for index, span in parts
+                if span.end > before[index]
+            ]
         if first and used:
             self.link.stream.chunks.put_first(used)
         self.link.complete(used)
@@ -332,5 +313,5 @@ class HostOptimizer:
         """Stop the worker, and free p and the moments; weights stay readable. Idempotent."""
         if self.link.home.is_here:
             self.link.complete()
-        self.state.handles.is_open = False
+        self.state.is_open = False
         self.link.close()

@@ -1,21 +1,17 @@
-"""Describes one partition on the trainer's side, as the update rule and as DeepSpeed see it.
-
-With tensor parallelism a rank has shards of some parameters and copies of others. An element's
-estimate depends on the mean of v over its block. A block with elements of both kinds has a
-different mean on each rank, so the copies would silently diverge.
-"""
+"""Describes one partition on the trainer's side, as the update rule and as DeepSpeed see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from deepspeed_ext.zenflow.plan.places import Place, Places
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.worker.arena import Arena
 
-__all__ = ["Partition", "Run", "WholeState", "largest_block_apart", "mixed"]
+__all__ = ["Partition", "WholeState"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ class Partition:
         master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while
             an update is in flight.
         scales: scales of m and v, if they are codes, uint8 [ceil(n / block_size)].
-        publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
             that went into it. Empty if gradients and y pass through the host in chunks.
@@ -68,11 +63,26 @@ class Partition:
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    publish_dtype: torch.dtype
     grad_dtype: torch.dtype
     ring: list[torch.Tensor]
     places: Places
     scales: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, plan: ZenFlowPlan, index: int, whole: WholeState, arena: Arena) -> Partition:
+        """The partition without its head, which steps on the accelerator."""
+        layout, head = plan.rule.layout, plan.partitions[index].head
+        return cls(
+            index,
+            whole.group,
+            (lambda: whole.weights()[head:]) if head else whole.weights,
+            master=arena.tensor("p", index),
+            moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),
+            scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
+            grad_dtype=getattr(torch, plan.caller.gradient_dtype),
+            ring=[arena.tensor(*key) for key in arena.keys("g", index)],
+            places=plan.places,
+        )
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -83,43 +93,3 @@ class Partition:
     def device(self) -> torch.device:
         """Where the weights are computed: device of the gradients, and of what the rule keeps."""
         return torch.device("cpu") if self.places.gradient is Place.HOST else self.weights().device
-
-
-class Run(NamedTuple):
-    """Elements of one parameter in a partition."""
-
-    begin: int
-    """Position of the first one in the partition."""
-    end: int
-    """Position after the last one."""
-    is_copy: bool
-    """Whether other tensor-parallel ranks have the same elements."""
-    name: str = ""
-    """What to call the parameter in a message."""
-
-
-def mixed(runs: Sequence[Run], block_size: int) -> list[str]:
-    """Names of the copies that share a block with a sharded parameter.
-
-    Args:
-        runs: of one partition, in any order.
-    """
-    divided: set[int] = set()
-    for run in runs:
-        # only the ends of a run can share a block with another
-        if not run.is_copy and run.end > run.begin:
-            divided |= {run.begin // block_size, (run.end - 1) // block_size}
-    ends = [
-        (run, {run.begin // block_size, (run.end - 1) // block_size})
-        for run in runs
-        if run.is_copy and run.end > run.begin
-    ]
-    return [run.name for run, blocks in ends if blocks & divided]
-
-
-def largest_block_apart(partitions: Sequence[Sequence[Run]], block_size: int) -> int:
-    """The largest power of two up to `block_size` with which no copy shares a block."""
-    size = 1 << (block_size.bit_length() - 1)
-    while size > 1 and any(mixed(runs, size) for runs in partitions):
-        size //= 2
-    return size

@@ -1,60 +1,146 @@
-"""Defines the interface between the optimizer and its update rule.
+"""Defines the interface between the optimizer and its update rule, and what the schedules of both
+rules share.
 
-`HostOptimizer` takes gradients, hands them over and waits, as the step's plan says. The rule makes
-that plan, computes the weights and keeps its own state between steps. Methods called inside a step
-run on this rank alone, between DeepSpeed's collectives, unless documented as collectives.
+`HostOptimizer` takes gradients, hands them over and waits, as the step's plan says. The rule's
+schedule makes that plan; the rule computes the weights and keeps its own state between steps.
+Methods called inside a step run on this rank alone, between DeepSpeed's collectives, unless
+documented as collectives.
+
+A schedule is a state machine over plain values. Overflowed steps neither query nor advance it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.plan.places import Wait
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.schedule import Schedule
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["UpdateRule"]
+__all__ = ["Schedule", "StepPlan", "UpdateRule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one optimizer step does.
+
+    Attributes:
+        wait: what waits for the worker's results.
+        handed_over: gradients handed over in this step: 0 or 1.
+        predicts: whether the step computes its weights from y, the result of the update before, and
+            an estimate; otherwise they are p, which the worker gives for this step's gradient.
+        publish_ahead: whether the next step is predicted, so the worker publishes the extrapolated
+            y.
+        probes: whether the prediction for the gradient handed over in this step is measured.
+        waits_first: whether the update in flight must arrive before this step's weights are
+            computed.
+    """
+
+    wait: Wait
+    handed_over: int = 1
+    predicts: bool = False
+    publish_ahead: bool = False
+    probes: bool = False
+    waits_first: bool = True
+
+    @property
+    def waits_last(self) -> bool:
+        """Whether this step waits for the update that it hands over."""
+        return self.wait is Wait.STEP and not self.predicts
+
+
+class Schedule(ABC):
+    """Advances step by step: `plan` describes the coming step, `advance` records that it was
+    carried out.
+
+    Attributes:
+        state: the position, a frozen dataclass: `steps`, optimizer steps so far, without overflowed
+            ones; `written`, gradients handed over so far; and what the rule adds.
+        ring: number of slots that gradients take in turn.
+    """
+
+    state: Any
+    ring: int
+
+    @abstractmethod
+    def plan(self) -> Any:
+        """What the coming step does: a `StepPlan`."""
+
+    @abstractmethod
+    def advance(self, plan: Any) -> None:
+        """Record that it was carried out."""
+
+    @property
+    @abstractmethod
+    def warm_up_steps(self) -> int:
+        """Synchronous steps at the start."""
+
+    @property
+    def coming(self) -> int:
+        """Slot for the coming step's gradient; free once that step has waited."""
+        slot: int = self.state.written % self.ring
+        return slot
+
+    @property
+    def handed_over(self) -> int:
+        """Slot of the newest gradient that was handed over, which holds y until the slot's next."""
+        slot: int = (self.state.written - 1) % self.ring
+        return slot
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether, after the update in flight has arrived, nothing refers to elements of the
+        arena."""
+        return True
+
+    def restart(self) -> None:
+        """Start over with synchronous steps."""
+        self.state = type(self.state)()
+
+    def load(self, state: Any) -> None:
+        """Continue from a saved `state`, with the first slot."""
+        self.state = replace(state, written=0)
 
 
 class UpdateRule:
     """Decides what a step does, and computes the weights that are not simply copied from the
     worker. `plan` is what the rule's schedule says of the step.
 
-    Args:
-        schedule: decides what each step does.
-
     Attributes:
-        name: the rule's name in configs and checkpoints.
+        position, values: what a checkpoint holds: the type of the schedule's state, and that of
+            each partition's.
     """
 
-    name: ClassVar[str]
+    position: ClassVar[type]
+    values: ClassVar[type]
 
     def __init__(
         self,
-        block_size: int,
+        plan: ZenFlowPlan,
         schedule: Schedule,
         partitions: Sequence[Partition],
         link: WorkerLink,
-        metrics: Metrics,
+        kind: OptimizerKind,
     ) -> None:
-        self.block_size = block_size
+        self.block_size = plan.rule.block_size
         self.schedule: Any = schedule
-        self._partitions = partitions
-        self._link = link
-        self._metrics = metrics
+        self._partitions, self._kind = partitions, kind
+        self._link, self._metrics = link, link.metrics
 
     # -- one optimizer step, in this order ---------------------------------------------------------
 
     def inspect(self) -> None:
-        """Inspect the update that has arrived, while its gradients are still in their slots, before
-        the step is planned. Called if the coming step waits first. A collective if the schedule
-        asks for it, on every rank or on none."""
+        """Inspect the update that has arrived, before the step is planned. Called if the coming
+        step waits first. A collective if the schedule asks for it, on every rank or on none."""
 
     def to_hand_over(
         self, plan: Any, partition: Partition, grad: torch.Tensor, step: Any
@@ -72,7 +158,7 @@ class UpdateRule:
         Args:
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
                 clipped.
-            step: its constants, made by `OptimizerKind.step`; they have the factor.
+            step: its constants, from `OptimizerKind.step`.
         """
         raise NotImplementedError
 
@@ -100,7 +186,7 @@ class UpdateRule:
         return []
 
     def measurements(self) -> dict[str, float]:
-        """Metrics of the rule itself, by name."""
+        """The rule's own metrics, by name."""
         return {}
 
     # -- state -------------------------------------------------------------------------------------

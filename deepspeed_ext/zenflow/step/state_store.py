@@ -15,21 +15,42 @@ partitions in the arena, moments in fp32, which take host memory while they are 
 
 A save does not decode the moments: the worker does, chunk by chunk, on their way to the file
 (`file_parts`).
+
+Users reach the state by handles (`ShownTensor`) in their optimizer. `changes` compares what that
+holds with what was shown, so it notices every way to change the state:
+
+==============================  ================================================================
+written in place                the handle reports the access; the next step starts from the new
+                                values
+``.data`` rebound, entry        the values are copied to the arena, and the handle is bound again
+assigned
+entry deleted, dict cleared or  as torch: state that is missing is fresh, with moments of zero
+replaced                        and step 0
+``load_state_dict``             all of these
+step assigned                   the next update is number step + 1
+==============================  ================================================================
+
+A change without an exact meaning (another shape, a dtype that is not float, half of an entry) is a
+`StateError`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from deepspeed_ext.errors import CheckpointError, StateError
+from deepspeed_ext.runtime.log import LOAD_ANOTHER
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.shown_state import ShownState, write
+from deepspeed_ext.zenflow.step.shown_tensor import ShownTensor
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import FilePart, Span
 from deepspeed_ext.zenflow.worker.moments import ShownMoments
@@ -39,12 +60,18 @@ __all__ = ["StateStore"]
 _FILE_PART_BYTES = 1 << 28
 """The worker answers after each part of this many bytes, so every wait is bounded even if the disk
 is slow."""
+_MOST_UPDATES = 1 << 62
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Values = list[tuple[torch.Tensor, torch.Tensor | None]]
+"""Pairs of p or a moment in the arena, 1-D [n], and its new value, 1-D [n] on any device; None:
+zero."""
 
 
 class StateStore:
     """p, the moments and the step counts of this rank's partitions.
 
     Args:
+        kind: of the user's optimizer, whose ``state`` shows them.
         partitions: as the update rule steps them.
         wholes: the same partitions as DeepSpeed sees them, with p in place.
         heads: step the first elements of each partition on the accelerator; None: the rule steps
@@ -54,8 +81,10 @@ class StateStore:
         link, partitions, wholes, heads: the arguments.
         counts: for each partition, the updates of p and the moments whose gradients have been taken
             so far (t of the newest). They differ only if a user has reset some partitions' state.
-        handles: p, the moments and the step counts as users reach them.
-        in_step: whether a step is open; accesses to handles then wait for nothing.
+        masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
+            1-D fp32 [n].
+        version: changes whenever p does, by a step, a load or a user's write.
+        is_open: whether there still are values.
     """
 
     def __init__(
@@ -67,28 +96,22 @@ class StateStore:
         wholes: Sequence[WholeState],
         heads: Heads | None = None,
     ) -> None:
-        self.link = link
-        self._rule = rule
+        self.link, self._rule, self._kind = link, rule, kind
         self.partitions, self.wholes, self.heads = partitions, wholes, heads
         self.counts = [0] * len(wholes)
-        self.in_step = False
-        self._changes = 0
+        self.version, self.is_open = 0, True
         self._moments = ShownMoments(kind.layout, link.arena, len(wholes), rule.block_size)
         # p, m, v may have been written from outside: the next step publishes them again
         self._is_exposed = False
-        used = weakref.WeakMethod(self._used)
-
-        def use() -> None:
-            if (noted := used()) is not None:
-                noted()
-
-        self.handles = ShownState(kind.optimizer, wholes, kind.step_value, use)
-        self.handles.bind(self.counts)
-
-    @property
-    def version(self) -> int:
-        """Changes whenever p does, by a step, a load or a user's write."""
-        return self._changes + self.handles.writes
+        # accesses of a step or of DeepSpeed's own code need no report
+        self._is_quiet = False
+        mine = weakref.ref(self)
+        self.masters: list[Any] = [ShownTensor.of(whole.master, mine) for whole in wholes]
+        self._shown = [
+            {name: ShownTensor.of(moment, mine) for name, moment in whole.moments.items()}
+            for whole in wholes
+        ]
+        self.bind()
 
     @property
     def updates(self) -> int:
@@ -119,9 +142,9 @@ class StateStore:
             if shows and self.heads is not None:
                 self.heads.show()
         if shows and shows_moments:
-            self.decode()
+            self._moments.show()
         if takes_over:
-            self.take_over()
+            self._take_over()
 
     def read(self, index: int, span: Span) -> torch.Tensor:
         """p of some elements of a partition, 1-D fp32, on the host; after `drain`, valid until the
@@ -132,11 +155,6 @@ class StateStore:
             return values
         there = self.heads.tensors(index)[0].view(-1)[span.begin : span.end].to("cpu")
         return torch.cat([there, values[there.numel() :]])
-
-    def decode(self) -> None:
-        """Show moments that are codes in fp32, which take memory until a later step. The arena must
-        not be in use."""
-        self._moments.show()
 
     def expose(self, *, shows_moments: bool = True, takes_over: bool = True) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start
@@ -153,22 +171,22 @@ class StateStore:
         if self.link.failed:
             return False
         if takes_over:
-            self.take_over()
+            self._take_over()
         return True
 
-    def take_over(self) -> None:
-        """Take over what a user has changed, other than by writing in place, so that the next step
-        starts from it. Raises as `drain`."""
-        if changes := self.handles.changes():
-            self._changes += 1
-            self.drain(takes_over=False)
-            write(changes)
-            for change in changes:
-                if change.updates is not None:
-                    self.counts[change.partition] = change.updates
-                    self._rule.recounted(self.partitions[change.partition], change.updates)
-            self._is_exposed = True
-            self.handles.bind(self.counts)
+    def adopt(self) -> list[int]:
+        """Copy the moments that DeepSpeed has loaded into the user's optimizer to the arena. A
+        moment missing in the checkpoint is zero. `replaced` must follow.
+
+        Returns:
+            The loaded count of updates of each partition.
+
+        Raises:
+            CheckpointError: something of it does not fit.
+        """
+        values, counts = self.changes(loads=True)
+        _write(values)
+        return counts
 
     def replaced(self, counts: Sequence[int] | None = None) -> None:
         """Start over with synchronous steps from p, m, v, which were written from outside. Nothing
@@ -178,12 +196,12 @@ class StateStore:
             counts: for each partition, number of updates that the new values have had; None: as
                 many as the old ones.
         """
-        self._changes += 1
+        self.version += 1
         self.counts = self.counts if counts is None else list(counts)
         self._rule.schedule.restart()
         self._rule.restart(None if counts is None else self.counts)
         self._take_back()
-        self.handles.bind(self.counts)
+        self.bind()
 
     def file_parts(
         self, values: torch.Tensor, offset: int, crc_offsets: tuple[int, ...]
@@ -210,18 +228,126 @@ class StateStore:
             for begin, part in zip(range(0, values.nbytes, most), values.split(most), strict=True)
         ]
 
-    def on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-        """Those elements that the rule steps, counted from its first.
+    # -- handles -----------------------------------------------------------------------------------
+
+    def handle(self, partition: int, moment: str | None) -> torch.Tensor | None:
+        """The handle on p or a moment of a partition, 1-D [n]; None while `quiet`, when a load may
+        replace it."""
+        if self._is_quiet:
+            return None
+        return self.masters[partition] if moment is None else self._shown[partition][moment]
+
+    def used(self, *, writes: bool) -> None:
+        """Called before a user's access to the values of a handle."""
+        if self._is_quiet:
+            return
+        if not self.expose(takes_over=False):
+            error = self.link.wait()
+            assert error is not None
+            raise error
+        self.version += writes
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Context for DeepSpeed's own accesses, which need no report: nothing is in flight, and
+        what is written is taken over in another way."""
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+
+    def bind(self) -> None:
+        """Put the handles and step counts into the optimizer's state, whatever has taken their
+        place. The user's own entries stay."""
+        state = self._kind.optimizer.state
+        with torch._C._DisableTorchDispatch():
+            for whole, master, moments in zip(self.wholes, self.masters, self._shown, strict=True):
+                for handle, own in zip((master, *moments.values()), whole.arrays, strict=True):
+                    if not _is_on(handle, own):
+                        handle.data = own
+                if not isinstance(state.get(master), dict):
+                    state[master] = {}
+                state[master].update(moments)
+            self._show_counts()
+
+    def _show_counts(self) -> None:
+        """Put the step counts into the optimizer's state; in place, because a user may keep
+        them."""
+        for master, count in zip(self.masters, self.counts, strict=True):
+            if entry := self._kind.optimizer.state.get(master):
+                value, shown = self._kind.step_value(count), entry.get("step")
+                if (
+                    isinstance(value, torch.Tensor)
+                    and isinstance(shown, torch.Tensor)
+                    and (shown.shape, shown.dtype) == (value.shape, value.dtype)
+                ):
+                    shown.fill_(count)
+                else:
+                    entry["step"] = value
+
+    def changes(self, *, loads: bool = False) -> tuple[Values, list[int]]:
+        """Find what differs from what was shown, other than values written in place.
 
         Args:
-            parts: partitions, and spans of their elements.
+            loads: whether DeepSpeed has loaded the optimizer's state from a checkpoint, and p is in
+                the arena.
+
+        Returns:
+            New values, and the count of updates of each partition.
+
+        Raises:
+            StateError: something of it has no exact meaning; `CheckpointError` if `loads`.
         """
-        heads = [0] * len(self.wholes) if self.heads is None else self.heads.numels
-        return [
-            (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
-            for index, span in parts
-            if span.end > heads[index]
-        ]
+        values: Values = []
+        with torch._C._DisableTorchDispatch():
+            if not loads:
+                self._require_masters()
+            counts = [self._changes_of(index, values, loads) for index in range(len(self.wholes))]
+        return values, counts
+
+    def _require_masters(self) -> None:
+        ours = set(map(id, self.masters))
+        for number, group in enumerate(self._kind.optimizer.param_groups):
+            if any(id(param) not in ours for param in group["params"]):
+                raise StateError(
+                    f"optimizer.param_groups[{number}]['params'] holds a tensor that is not the "
+                    "optimizer's: remove the group if it was added after initialize; otherwise put "
+                    "back what was there, and write new values into it (tensor.data.copy_(...))"
+                )
+
+    def _changes_of(self, index: int, values: Values, loads: bool) -> int:
+        """Add a partition's new values to `values`; return its count of updates."""
+        whole, where = self.wholes[index], f"optimizer.state of partition {index}"
+        entry = self._kind.optimizer.state.get(self.masters[index]) or {}
+        if not isinstance(entry, dict):
+            raise _refusal(f"{where} is now a {type(entry).__name__}, expected a dict", loads)
+        found: list[tuple[str, Any, torch.Tensor]] = []
+        if not loads:
+            found.append((f"the fp32 partition {index}", self.masters[index], whole.arrays[0]))
+        for name, own in whole.moments.items():
+            if entry and not loads and entry.get(name) is None:
+                raise StateError(
+                    f"{where} has no {name!r} any more, but other entries: assign it, or delete "
+                    "the whole state of this partition to start from fresh moments"
+                )
+            found.append((f"{where}, {name!r},", entry.get(name), own))
+        for what, value, own in found:
+            if value is None:
+                values.append((own, None))
+            elif told := _misfit(value, own):
+                raise _refusal(f"{what} {told}", loads)
+            elif not _is_on(value, own):
+                values.append((own, value.detach()))
+        step = entry.get("step")
+        if step is None and loads:
+            step = self._kind.optimizer.param_groups[whole.group].get("step") or 0
+        elif not entry:
+            step = 0
+        if (count := _as_count(step)) is None:
+            expected = "expected how many updates the moments have had"
+            raise _refusal(f"{where}, 'step', is now {step!r}, {expected}", loads)
+        return count
 
     # -- around a step -----------------------------------------------------------------------------
 
@@ -229,9 +355,9 @@ class StateStore:
         """Begin a step, which starts from what users have changed. From now on codes are the state
         again. Errors are kept for the next wait of all ranks."""
         with self.link.deferring_errors():
-            self.take_over()
-        self._changes += 1
-        self.in_step = True
+            self._take_over()
+        self.version += 1
+        self._is_quiet = True
 
     def take_back(self) -> None:
         """Let the worker start from what was exposed; from now on codes are the state again."""
@@ -249,14 +375,29 @@ class StateStore:
             self.heads.hide()
         self._moments.hide()
 
+    def end_step(self) -> None:
+        """Count the step."""
+        self.counts = [count + 1 for count in self.counts]
+        self._is_quiet = False
+        self._show_counts()
+
     # -- inside ------------------------------------------------------------------------------------
 
-    def _used(self) -> None:
-        """Called before a user's access to values of p or a moment."""
-        if not self.in_step and not self.expose(takes_over=False):
-            error = self.link.wait()
-            assert error is not None
-            raise error
+    def _take_over(self) -> None:
+        """Take over what a user has changed, other than by writing in place, so that the next step
+        starts from it. Raises as `drain`."""
+        values, counts = self.changes()
+        if not values and counts == self.counts:
+            return
+        self.version += 1
+        self.drain(takes_over=False)
+        _write(values)
+        for partition, before, count in zip(self.partitions, self.counts, counts, strict=True):
+            if count != before:
+                self._rule.recounted(partition, count)
+        self.counts = counts
+        self._is_exposed = True
+        self.bind()
 
     @torch.no_grad()
     def _take_back(self) -> None:
@@ -264,3 +405,55 @@ class StateStore:
         self._moments.take()
         if self.heads is not None:
             self.heads.take()
+
+
+@torch.no_grad()
+def _write(values: Values) -> None:
+    """Write to the arena. Nothing may be in flight."""
+    memory = {own.untyped_storage().data_ptr() for own, _ in values}
+    # a handle may have been assigned to another entry: copy it before its memory is written
+    copies = [
+        value.clone()
+        if value is not None and value.untyped_storage().data_ptr() in memory
+        else value
+        for _, value in values
+    ]
+    for (own, _), value in zip(values, copies, strict=True):
+        if value is None:
+            own.zero_()
+        else:
+            own.copy_(value)
+
+
+def _is_on(tensor: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether `tensor` shows all of `own`, in its memory."""
+    return (
+        tensor.data_ptr() == own.data_ptr()
+        and tensor.shape == own.shape
+        and tensor.dtype == own.dtype
+    )
+
+
+def _refusal(text: str, loads: bool) -> CheckpointError | StateError:
+    if loads:
+        return CheckpointError(f"{text}: {LOAD_ANOTHER}")
+    return StateError(f"{text}: put back what was moved away before the next step, save or load")
+
+
+def _misfit(value: Any, own: torch.Tensor) -> str:
+    """Why a value cannot replace `own`; empty if it can."""
+    expected = f"expected a tensor of {own.numel()} elements"
+    if not isinstance(value, torch.Tensor):
+        return f"is now a {type(value).__name__}, {expected}"
+    if value.shape == own.shape and value.dtype in _FLOATS and value.layout == torch.strided:
+        return ""
+    return f"is now {tuple(value.shape)} {value.dtype}, expected {tuple(own.shape)} {own.dtype}"
+
+
+def _as_count(step: Any) -> int | None:
+    """A number of updates, in whatever form an optimizer keeps it; None: it is none."""
+    try:
+        count = float(step)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return int(count) if 0 <= count < _MOST_UPDATES and count.is_integer() else None

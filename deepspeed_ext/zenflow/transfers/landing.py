@@ -44,13 +44,13 @@ class LandingBuffer:
         """Allocate the memory, with undefined contents."""
         plan, numel = self._plan, self._numel
         device = torch.device(get_accelerator().current_device_name())
-        gradient = getattr(torch, plan.dtypes.gradient)
-        published = getattr(torch, plan.dtypes.published)
+        gradient = getattr(torch, plan.caller.gradient_dtype)
+        published = getattr(torch, plan.caller.weights_dtype)
         nbytes = numel * max(gradient.itemsize, published.itemsize)
         buffer = allocation.accelerator_empty(nbytes, torch.uint8, device)
         self.gradient = buffer[buffer.numel() - numel * gradient.itemsize :].view(gradient)
         self.published, self.means = buffer[: numel * published.itemsize].view(published), None
-        if plan.kinds.per_block:
+        if plan.lifts_per_block:
             blocks, width = -(-numel // plan.rule.block_size), plan.rule.per_block_width
             size = (blocks,) if width == 1 else (blocks, width)
             self.means = torch.empty(

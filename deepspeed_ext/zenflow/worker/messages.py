@@ -1,7 +1,7 @@
 """The protocol between trainer and worker: the messages, which are plain values that pickle; the
 channel that transfers them over a socket; and how long one may wait for an answer.
 
-On the socket a message is a header with a mark and a length, followed by a pickle. Only
+On the socket a message is its length, followed by a pickle. Only
 `Channel.idle` ever blocks. Importing this module does not import torch.
 """
 
@@ -27,7 +27,6 @@ __all__ = [
     "Done",
     "Failed",
     "FilePart",
-    "GarbledError",
     "Patience",
     "Ready",
     "Span",
@@ -38,9 +37,7 @@ __all__ = [
     "WorkerTask",
 ]
 
-_HEADER = struct.Struct("!4sQ")
-_MARK = b"dsxt"
-_LONGEST_BYTES = 1 << 30
+_LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 16
 _SLICE_SECONDS = 0.5
 _SHARED_SLICE_SECONDS = 0.01
@@ -183,10 +180,6 @@ class Failed:
     traceback: str
 
 
-class GarbledError(Exception):
-    """The received bytes are not a message."""
-
-
 class Patience:
     """A timeout counted in slices, which ignores time during which the process was suspended.
 
@@ -256,7 +249,7 @@ class Channel:
     def put(self, message: Any) -> None:
         """Queue `message` for `flush`."""
         body = pickle.dumps(message)
-        self._unsent += _HEADER.pack(_MARK, len(body)) + body
+        self._unsent += _LENGTH.pack(len(body)) + body
 
     def flush(self) -> None:
         """Send as much as the socket accepts.
@@ -274,7 +267,6 @@ class Channel:
 
         Raises:
             EOFError, OSError: the other end is gone, and no complete message is left.
-            GarbledError: the received bytes are not a message.
         """
         with contextlib.suppress(BlockingIOError):
             while self._first_size() is None:
@@ -282,27 +274,18 @@ class Channel:
                 if not chunk:
                     raise EOFError
                 self._unread += chunk
-        if (size := self._first_size()) is None:
-            return None
-        try:
-            return pickle.loads(self._unread[_HEADER.size : size])
-        except Exception as error:  # unpickling can raise anything
-            raise GarbledError(f"{type(error).__name__}: {error}") from error
+        size = self._first_size()
+        return None if size is None else pickle.loads(self._unread[_LENGTH.size : size])
 
     def drop_first(self) -> None:
         """Remove the message that `first` returned."""
         del self._unread[: self._first_size()]
 
     def _first_size(self) -> int | None:
-        """Bytes of the first message including its header; None: not all of it has arrived."""
-        if len(self._unread) < _HEADER.size:
+        """Bytes of the first message with its length; None: not all of it has arrived."""
+        if len(self._unread) < _LENGTH.size:
             return None
-        mark, length = _HEADER.unpack_from(self._unread)
-        if mark != _MARK or length > _LONGEST_BYTES:
-            raise GarbledError(
-                f"not the header of a message: {bytes(self._unread[: _HEADER.size])!r}"
-            )
-        size: int = _HEADER.size + length
+        size: int = _LENGTH.size + _LENGTH.unpack_from(self._unread)[0]
         return size if len(self._unread) >= size else None
 
     def idle(self, patience: Patience | None = None, *, is_shared: bool = False) -> None:

@@ -21,7 +21,7 @@ from deepspeed_ext.config.zenflow import RETIRED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import group_timeout_seconds
-from deepspeed_ext.zenflow.start import ZenFlowRun
+from deepspeed_ext.zenflow.start import with_timeout
 from tests.support.compare import base_config
 from tests.support.models import OddModel
 from tests.support.ranks import run_ranks
@@ -213,7 +213,7 @@ def test_the_timeout_of_a_group_can_be_read() -> None:
 
 def test_a_worker_is_not_awaited_longer_than_the_other_ranks_wait() -> None:
     def settled(*groups: float, **zenflow: Any) -> float:
-        return ZenFlowRun.of(ZenFlowConfig(**zenflow), groups).worker_timeout_seconds
+        return with_timeout(ZenFlowConfig(**zenflow), groups).worker_timeout_seconds
 
     assert settled(1800.0, 300.0) == 240
     assert settled(1800.0, 300.0, worker_timeout_seconds=299) == 299

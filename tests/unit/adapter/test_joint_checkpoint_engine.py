@@ -272,12 +272,12 @@ def test_a_folder_that_is_relative_to_the_current_one(
     """The script may change that while a save goes on."""
     (tmp_path / "a").mkdir()
     there = Named(Path(name), False)
-    for value, alone in ((1, None), (2, False), (3, True)):  # each replaces the one before
+    for value, ends in ((1, None), (2, False), (3, True)):  # each replaces the one before
         monkeypatch.chdir(tmp_path)
-        engine, state = make_engine(ALONE, True, MODES[0 if alone is None else 1])
+        engine, state = make_engine(ALONE, True, MODES[0 if ends is None else 1])
         commit_save(engine, state.fill_(value), ALONE, there, "t")
         monkeypatch.chdir("/")
-        engine.finish(alone=bool(alone))
+        engine.finish(ends=bool(ends))
         monkeypatch.chdir(tmp_path)
         assert load(ALONE, there) == {value}
     assert (tmp_path / name / "latest").read_text() == "t"

@@ -101,7 +101,7 @@ def exported_as_it_is(config: dict[str, Any], folder: str) -> dict[str, str]:
     found = {}
     for when, room in (("as it is", MemoryError("full")), ("written", None)):
         if room is None and dist.get_rank() == 0:
-            next(iter(engine.optimizer.host_optimizer.state.handles.masters)).data.mul_(1.5)
+            next(iter(engine.optimizer.host_optimizer.state.masters)).data.mul_(1.5)
         before, masters = weights_of(engine), masters_by_name(engine)
         full = mock.patch.object(ExactWeights, "_aside", side_effect=room)
         with full if room is not None else nullcontext():

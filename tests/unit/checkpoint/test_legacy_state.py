@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ext.checkpoint.zenflow_state import read_saved_state
-from deepspeed_ext.zenflow.rules.saved import SelectivePartitionValues
-from deepspeed_ext.zenflow.rules.selective import SelectiveState
+from deepspeed_ext.zenflow.rules.selective import SelectivePartitionValues, SelectiveState
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.same import assert_same
 

@@ -186,25 +186,10 @@ def test_only_the_module(saved: Run, loaded: Run, module_folder: Path) -> None:
         assert difference == ""
 
 
-def resume_in_other_sub_groups(run: Run, folder: str) -> str:
-    config = run.config
-    config["zero_optimization"]["sub_group_size"] = 1000
-    engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
-    engine.load_checkpoint(folder, tag="t")
-    difference = first_difference(
-        torch.load(Path(folder, "expected"))["state"], state_of(engine), "arrived"
-    )
-    train(engine, data(0, 2))
-    engine.destroy()
-    return difference
-
-
 @pytest.mark.parametrize("way", ["predictive", pytest.param("offload", marks=pytest.mark.full)])
 def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> None:
-    run = Run(2, 3, way)
-    folder, _ = saved_by(run, module_folder)
-    for difference in run_ranks(2, resume_in_other_sub_groups, run, folder, pool=run.pool):
-        assert difference == ""
+    other = Run(2, 3, way, "sub_groups")
+    test_everything_arrives_to_the_bit(Run(2, 3, way), other, module_folder)
 
 
 def refused(

@@ -103,18 +103,9 @@ def test_sections_of_others_may_stand_beside_zero_optimization() -> None:
             {"core_binding": {"enable": True}},
             ["zero_optimization.core_binding.enable", "mean 'enabled'"],
         ),
-        ({"core_binding": 3}, ["zero_optimization.core_binding", "3"]),
-        (
-            {"zenflow": {"update_intervall": 2}},
-            ["zero_optimization.zenflow.update_intervall", "mean 'update_interval'"],
-        ),
         (
             {"zenflow": {"prediction_error_factor": 0.5}},
             ["zero_optimization.zenflow.prediction_error_factor", "0.5", "at least 1"],
-        ),
-        (
-            {"zenflow": {"prediction_error_factor": -0.5}},
-            ["zero_optimization.zenflow.prediction_error_factor", "-0.5"],
         ),
         (
             {"zenflow": {"top_ratio": 0.1}},
@@ -127,10 +118,6 @@ def test_sections_of_others_may_stand_beside_zero_optimization() -> None:
         (
             {"offload_optimizer": {"devise": "cpu"}},
             ["zero_optimization.offload_optimizer.devise", "mean 'device'"],
-        ),
-        (
-            {"stage3_prefetch_buket_size": 1},
-            ["stage3_prefetch_buket_size", "mean 'stage3_prefetch_bucket_size'"],
         ),
         (
             {"zenflow": {"quite_another": 1}},
@@ -154,7 +141,7 @@ def numbers_of(model: Any, name: str) -> list[Any]:
     kinds = str(field.annotation)
     found: list[Any] = []
     if "int" in kinds:
-        found += [2**63, 2**64, 10**400, 10**5000, -(2**63)]
+        found += [2**63, 2**64, 10**400, -(2**63)]
     if "float" in kinds:
         found += [float("inf"), float("-inf"), float("nan"), 1e20, -1e20]
     return found

@@ -15,7 +15,6 @@ import torch
 
 from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.checkpoint import writer
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
@@ -41,7 +40,7 @@ class LateFuture(Future[None]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            writer._write(self._jobs, self)
+            joint._write_all(self._jobs, self)
         return super().exception(timeout)
 
 
@@ -57,7 +56,7 @@ def next_save(engine: JointCheckpointEngine) -> None:
 WAITS: dict[str, Callable[[JointCheckpointEngine], None]] = {
     "step": JointCheckpointEngine.finish_if_written,
     "save": next_save,
-    "destroy": partial(JointCheckpointEngine.finish, alone=True),
+    "destroy": partial(JointCheckpointEngine.finish, ends=True),
 }
 """What waits for a save, and completes it."""
 
@@ -84,7 +83,7 @@ def goes_wrong(
     except KeyboardInterrupt:
         try:
             WAITS[then](engine)
-            engine.finish(alone=True)
+            engine.finish(ends=True)
         except CheckpointError as error:
             told = str(error)
     found = load(ALONE, disks)
@@ -102,7 +101,7 @@ def look(folder: Path, draw: random.Random, count: int | None) -> None:
     ended, told = 0, []
     with (
         # it writes when it is waited for: the disk is slow
-        patch.object(joint, "begin_writing", LateFuture),
+        patch.object(joint, "_begin_writing", LateFuture),
         patch.object(LateFuture, "is_late", False),
     ):
         for waits in WAITS:
@@ -128,8 +127,8 @@ def test_a_wait_that_is_interrupted_at_any_line_loses_no_save(tmp_path: Path) ->
 
 def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path) -> None:
     """Before it ends the file is written only in part."""
-    with patch.object(joint, "begin_writing", LateFuture):
-        engine, state = make_engine(ALONE, True, MODES[2])
+    with patch.object(joint, "_begin_writing", LateFuture):
+        engine, state = make_engine(ALONE, True, MODES[1])
         commit_save(engine, state.fill_(2), ALONE, Disks(tmp_path, False), "t")
         with patch.object(engine._state.link, "wait_for_writes", side_effect=KeyboardInterrupt):
             for wait in WAITS.values():
@@ -137,7 +136,7 @@ def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path)
                     with pytest.raises(KeyboardInterrupt):
                         wait(engine)
         assert not (tmp_path / "disk0" / "latest").exists()
-        engine.finish(alone=True)
+        engine.finish(ends=True)
         assert load(ALONE, Disks(tmp_path, False)) == {2}
 
 

@@ -31,7 +31,7 @@ from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.runtime import proc as memory
-from deepspeed_ext.zenflow.step.shown_state import ShownState
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -361,7 +361,7 @@ def what_is_left(before: Counter[str]) -> dict[str, Any]:
 
 LATE_FAILURES: dict[str, tuple[Any, str]] = {
     "page locks": (page_locks_module.PageLocks, "lock"),
-    "state": (ShownState, "bind"),
+    "state": (StateStore, "bind"),
     "after the worker": (ZenFlowZeroOptimizer, "_link_all_hp_params"),
     "scheduler": (Engine, "_configure_lr_scheduler"),
     "checkpointing": (Engine, "_configure_checkpointing"),

@@ -23,7 +23,6 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.meter import LiveBytes
 from tests.support.models import on_device, this_device
 from tests.support.ranks import run_ranks
-from tests.support.same import assert_same
 
 MIB = 1 << 20
 SHAPES = [(1000, 1001), (333, 3, 5), (7,), (0,), (2048, 1024), (1, 1), (999_983,)]
@@ -340,29 +339,6 @@ def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(ti
     assert "rank 1: ValueError: not about memory" in next(
         end for which, _, end in first if which == "another error"
     )
-
-
-def both_exchanges() -> list[torch.Tensor]:
-    ranks = RankGroup.of(dist.get_world_group(), this_device())
-    found = []
-    for way in (tiers.all_gather, tiers.broadcasts):
-        flat = torch.full(
-            (6 * ranks.size,), float("nan"), dtype=torch.bfloat16, device=ranks.device
-        )
-        flat[6 * ranks.rank : 6 * ranks.rank + 6] = (
-            torch.arange(6, device=ranks.device) + 10 * ranks.rank
-        )
-        way(flat, ranks, 4)
-        found.append(flat.cpu())
-    return found
-
-
-def test_both_exchanges_give_the_same_bits() -> None:
-    expected = torch.tensor(
-        [10 * rank + place for rank in range(3) for place in range(6)], dtype=torch.bfloat16
-    )
-    for found in run_ranks(3, both_exchanges):
-        assert_same([expected] * 2, found, "all_gather, broadcasts")
 
 
 def test_every_element_is_broadcast_once_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

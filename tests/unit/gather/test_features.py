@@ -340,11 +340,6 @@ def test_two_ways_of_gathering_contradict(rival: str) -> None:
     assert ZeroConfig(**{rival: True}).stage3_allgather_single_param is False
 
 
-def test_min_numel_may_not_be_negative() -> None:
-    with pytest.raises(ConfigError, match="stage3_single_param_min_numel = -1"):
-        ZeroConfig(stage3_single_param_min_numel=-1)
-
-
 def all_left_to_upstream() -> str:
     """A fetch that only upstream can make; the first difference of what the caller's stream then
     sees."""

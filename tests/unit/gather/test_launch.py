@@ -59,18 +59,6 @@ def test_a_partition_of_another_dtype_is_converted_into_its_place(sent: Sent) ->
     assert part.tolist() == [1, 2, 3]
 
 
-def test_an_empty_parameter_needs_no_collective(sent: Sent) -> None:
-    each = pending(0, torch.float32)
-    gather_singles([each], SECOND_OF_TWO, grouped=False)
-    assert not sent.calls
-    assert each.storage.numel() == 0
-
-
-def test_one_parameter_needs_no_group_of_launches(sent: Sent) -> None:
-    gather_singles([pending(6, torch.float32)], SECOND_OF_TWO, grouped=True)
-    assert len(sent.calls) == 1
-
-
 def test_a_bucket_has_each_parameter_at_the_next_multiple_of_64_bytes(sent: Sent) -> None:
     several = [pending(5, torch.float32), pending(64, torch.bfloat16), pending(33, torch.bfloat16)]
     gather_together(several, SECOND_OF_TWO)

@@ -89,21 +89,6 @@ def test_an_agreement_carries_a_flag(
     assert run_ranks(3, tell, flags, error) == [found] * 3
 
 
-def largest_of(values: list[int]) -> tuple[int, int]:
-    ranks = RankGroup.of(None, this_device())
-    return ranks.largest(values[ranks.rank])
-
-
-@pytest.mark.parametrize(
-    ("values", "found"), [([0, 0, 0], (0, 0)), ([3, 10**9, 10**9], (10**9, 1)), ([1, 0, 2], (2, 2))]
-)
-def test_the_largest_value_comes_with_the_lowest_rank_that_has_it(
-    values: list[int], found: tuple[int, int]
-) -> None:
-    assert run_ranks(3, largest_of, values) == [found] * 3
-    assert Alone.ranks.largest(values[0]) == (values[0], 0)
-
-
 class Alone:
     """A process group of one rank, without torch.distributed."""
 

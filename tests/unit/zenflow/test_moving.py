@@ -17,8 +17,8 @@ from torch import nn
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import start
-from deepspeed_ext.zenflow.first_steps import move
-from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, MeasuredStep, with_host_share
+from deepspeed_ext.zenflow.plan.times import WATCHED_STEPS, MeasuredStep, with_host_share
+from deepspeed_ext.zenflow.step.first_steps import move
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -354,6 +354,3 @@ def test_everything_may_step_on_the_accelerator(stage: int) -> None:
     ((begun, moved),) = run_ranks(1, without_host, stage, device="sim")
     assert moved == pytest.approx(begun, rel=1e-2)
     assert begun[-1] < begun[0]
-
-
-# -- a run that does not move ----------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS
+from deepspeed_ext.zenflow.plan.times import WATCHED_STEPS
 from tests.support.log import heard
 from tests.support.virtual_run import THREADS, WARM_UP, Machine, VirtualRun
 

@@ -1,8 +1,8 @@
 """Computes the worker's exact steps over host memory.
 
 `passes` says what a pass is and how moments are kept; `adam_pass` and `lion_pass` are the
-optimizers' parts. `definition` is the arithmetic in torch operations, which `reference` runs;
-`native` runs a small C++ library. Importing this package imports neither torch nor DeepSpeed.
+optimizers' parts. `definition` is the arithmetic in torch operations; `native` runs a small C++
+library. Importing this package imports neither torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
@@ -33,6 +33,6 @@ def load_kernel(library: str | None, threads: int) -> Kernel:
     """
     if library is not None:
         return NativeKernel(library, threads)
-    from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
+    from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
 
     return ReferenceKernel(threads)

@@ -89,7 +89,7 @@ INLINE_VECTORS void take_step(const AdamPass &a, int64_t first, int64_t last) {
         RunOf<Y>::store(published + i, extrapolated(e, run.p, run.m, {low, high}));
         if (kPeeks) continue;
         RunOf<kFloat32>::store(weights + i, run.p);
-        take_sum(run.v, sums.of_runs[(i - first) / kRun]);
+        sums[(i - first) / kRun] = join_quarters<Sum>(run.v.low, run.v.high);
     }
     if (!kPeeks) store_means(a, first, last, sums);
 }
@@ -105,10 +105,7 @@ TILES(VECTORS, AdamPass, tile_of_bf, tile, kBFloat16)
 }  // namespace vectors
 }  // namespace
 
-#endif
-
 Tile tile_of_vectors(const AdamPass &a) {
-#ifdef DSEXT_VECTORS
     static const bool capable = vectors::capable();
     const bool fits = a.block_size % vectors::kRun == 0 && a.block_size <= kTileNumel;
     if (!a.vectors || !capable || !fits || !a.steps || a.l2_factor != 0.0f)
@@ -116,8 +113,5 @@ Tile tile_of_vectors(const AdamPass &a) {
     if (a.moment_dtype == kCodes) return tile_of_vectors_of_codes(a);
     return (a.moment_dtype == kBFloat16 ? vectors::tile_of_bf
                                         : vectors::tile_of_32)[a.grad_dtype][a.published_dtype];
-#else
-    static_cast<void>(a);
-    return nullptr;
-#endif
 }
+#endif

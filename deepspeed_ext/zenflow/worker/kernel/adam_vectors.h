@@ -6,11 +6,10 @@
 #include "adam_pass.h"
 #include "vectors.h"
 
-// The tile of this CPU's vectors for a pass; null if the definition has to run it.
-Tile tile_of_vectors(const AdamPass &a);
-
 #ifdef DSEXT_VECTORS
 
+// The tile of this CPU's vectors for a pass; null if the definition has to run it.
+Tile tile_of_vectors(const AdamPass &a);
 Tile tile_of_vectors_of_codes(const AdamPass &a);
 
 namespace {
@@ -72,21 +71,16 @@ struct Random {
 };
 
 // The partial sums of `sum` (adam_pass.h) for each run of a tile, without its last three additions.
-struct Sums {
-    static constexpr int64_t kMost = 2 * kTileNumel / kRun;
-    Floats of_runs[kMost];
-};
-
-INLINE_VECTORS void take_sum(const Run &v, Floats &sum) { sum = join_quarters<Sum>(v.low, v.high); }
+using Sums = Floats[2 * kTileNumel / kRun];
 
 // Finishes the sums, four at a time (as many instructions as one), and stores block means, if they are read.
 INLINE_VECTORS void store_means(const AdamPass &a, int64_t first, int64_t last, const Sums &all) {
     if (a.per_block == nullptr) return;
     const int64_t runs = (last - first) / kRun, runs_of_block = a.block_size / kRun;
-    float sums[Sums::kMost];
+    float sums[sizeof all / sizeof *all];
     for (int64_t i = 0; i < runs; i += 4) {
-        const Floats low = join_quarters<Sum>(all.of_runs[i], all.of_runs[i + 1]);
-        const Floats high = join_quarters<Sum>(all.of_runs[i + 2], all.of_runs[i + 3]);
+        const Floats low = join_quarters<Sum>(all[i], all[i + 1]);
+        const Floats high = join_quarters<Sum>(all[i + 2], all[i + 3]);
         store_joined<Sum>(sums + i, join_quarters<Sum>(low, high));
     }
     const float numel = static_cast<float>(a.block_size);
@@ -100,4 +94,6 @@ INLINE_VECTORS void store_means(const AdamPass &a, int64_t first, int64_t last, 
 
 }  // namespace vectors
 }  // namespace
+#else
+inline Tile tile_of_vectors(const AdamPass &) { return nullptr; }
 #endif

@@ -2,7 +2,6 @@
 // rounding.py).
 
 #include "adam_pass.h"
-#include "codes.h"
 
 namespace {
 namespace codes {

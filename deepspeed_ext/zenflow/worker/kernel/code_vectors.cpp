@@ -3,7 +3,6 @@
 #include <type_traits>
 
 #include "adam_vectors.h"
-#include "codes.h"
 
 #ifdef DSEXT_VECTORS
 namespace {
@@ -215,7 +214,7 @@ INLINE_VECTORS void update_tile(const AdamPass &a, int64_t first, int64_t last, 
         RunOf<Y>::store(published + i, extrapolated(e, p, m, {low, high}));
         if (kPeeks) continue;
         RunOf<kFloat32>::store(weights + i, p);
-        take_sum(t.v[run], sums.of_runs[run]);
+        sums[run] = join_quarters<Sum>(t.v[run].low, t.v[run].high);
     }
     if (!kPeeks) store_means(a, first, last, sums);
 }

@@ -7,7 +7,7 @@ array; on the CPU they also stay in a core's L2 cache. Each operation rounds onc
 differently on different devices. A 16-bit result is rounded once, when it is stored. So results
 depend neither on the chunks nor on the number of threads, and equal those of the device's kernels
 bitwise. The native pass of Adam fuses products and sums, so its last bits differ.
-Symbols are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
+Symbols are those of `deepspeed_ext.zenflow.optimizers.adam`.
 
 Estimates are *dithered* when they are stored in 16 bits: rounded up or down at random, so that the
 mean is right (Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less
@@ -23,15 +23,15 @@ is that of Note: [rounded moments].
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_ext.runtime.process import make_first_calls
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
     CODES,
@@ -42,6 +42,9 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     NEAREST,
     NOT_FINITE,
     WORD,
+    Array,
+    Kernel,
+    Pass,
     StateLayout,
     chunk_of,
     dtype_name,
@@ -50,9 +53,11 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
 
 __all__ = [
     "CLAMP",
+    "ReferenceKernel",
     "block_means",
     "chunk_numel",
     "decode",
+    "dithered",
     "encode",
     "in_blocks",
     "loaded",
@@ -69,7 +74,10 @@ that dominates it."""
 
 _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
 
-make_first_calls()
+# MKL chooses its code for `sqrt` at the first call in a process. If several threads make that call
+# at the same time, one of them may get a version with 12 correct bits, for this call only
+# (pytorch#188792); measured: in one fresh process of 55.
+torch.ones(1, dtype=torch.float32, device="cpu").sqrt()
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As int32, whose products wrap to 32 bits."""
@@ -106,54 +114,28 @@ def root(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
 # -- the estimate ----------------------------------------------------------------------------------
 
 
-def parts_of(n: int, block_size: int, device: torch.device, temporaries: int) -> Iterator[_Part]:
-    """Parts of 1-D arrays of n elements, each as rows of blocks [rows, block_size]; a short last
-    block is a separate part. All parts share the memory for so many fp32 arrays."""
+def parts_of(n: int, block_size: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
+    """Parts of 1-D arrays of n elements: their elements, their blocks, and the elements of a row,
+    which is a block; a short last block is a separate part."""
     chunk, whole = chunk_numel(device, block_size), n // block_size * block_size
-    memory = torch.empty(temporaries, min(chunk, n), dtype=torch.float32, device=device)
     for begin in range(0, whole, chunk):
-        yield _Part(begin, min(begin + chunk, whole), block_size, memory)
+        end = min(begin + chunk, whole)
+        yield slice(begin, end), slice(begin // block_size, end // block_size), block_size
     if whole < n:
-        yield _Part(whole, n, n - whole, memory)
+        yield slice(whole, n), slice(whole // block_size, None), n - whole
 
 
-@dataclass(frozen=True)
-class _Part:
-    begin: int
-    end: int
-    row: int
-    """Elements of a row."""
-    temporaries: torch.Tensor
-
-    def of(self, array: torch.Tensor) -> torch.Tensor:
-        return array[self.begin : self.end].view(-1, self.row)
-
-    def of_blocks(self, array: torch.Tensor, block_size: int) -> torch.Tensor:
-        """The rows of an array with one row for each block."""
-        return array[self.begin // block_size : -(-self.end // block_size)]
-
-    def temporary(self, number: int) -> torch.Tensor:
-        return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
-
-    def dithered(self, x: torch.Tensor, dtype: torch.dtype, *free: int) -> torch.Tensor:
-        """`x`, one of the temporaries, dithered to values of `dtype` in place; `free` are two
-        temporaries that may be overwritten."""
-        if dtype not in _CUT_BITS:
-            return x
-        mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
-        random, shifted = (self.temporary(number).view(torch.int32) for number in free)
-        random.copy_(bits)
-        for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, None), strict=True):
-            torch.bitwise_right_shift(random, shift, out=shifted).bitwise_and_(
-                (1 << (32 - shift)) - 1
-            )
-            random.bitwise_xor_(shifted)
-            if factor is not None:
-                random.mul_(factor)
-        is_nan = shifted.view(-1).view(torch.bool)[: x.numel()].view_as(x)
-        torch.ne(x, x, out=is_nan)
-        bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
-        return x.masked_fill_(is_nan, math.nan)
+def dithered(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x`, fp32, dithered to values of `dtype` in place."""
+    if dtype not in _CUT_BITS:
+        return x
+    mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
+    random = bits.clone()
+    for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, 1), strict=True):
+        random.bitwise_xor_((random >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    is_nan = x.isnan()
+    bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
+    return x.masked_fill_(is_nan, math.nan)
 
 
 def predict(
@@ -175,13 +157,11 @@ def predict(
         coefficient: multiplier of q.
         block_size: elements per block.
     """
-    temporaries = 3 if weights.dtype in _CUT_BITS else 1
-    for part in parts_of(grad.numel(), block_size, grad.device, temporaries):
-        factor = (part.of_blocks(inverse, block_size) * grad_scale)[:, None]
-        q = part.temporary(0).copy_(part.of(grad)).mul_(factor).clamp_(-CLAMP, CLAMP)
-        moved = q.mul_(-coefficient)
-        arrived = part.of(published).to(grad.device, non_blocking=True)
-        part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
+    for part, blocks, row in parts_of(grad.numel(), block_size, grad.device):
+        q = grad[part].view(-1, row).to(torch.float32, copy=True)
+        q.mul_((inverse[blocks] * grad_scale)[:, None]).clamp_(-CLAMP, CLAMP).mul_(-coefficient)
+        q.add_(published[part].view(-1, row).to(grad.device, non_blocking=True))
+        weights[part].copy_(dithered(q, weights.dtype).view(-1))
 
 
 def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -250,7 +230,7 @@ def step_in_fp32(
     block_size: int,
     first: int,
 ) -> None:
-    """`Passes.take_host_step` of whole blocks whose moments are kept as `layout` says, but given
+    """`Passes.take_step` of whole blocks whose moments are kept as `layout` says, but given
     and changed as fp32: p, m, v, 1-D [n], host."""
     p, *moments = state
     blocks = -(-p.numel() // block_size)
@@ -260,7 +240,7 @@ def step_in_fp32(
     ]
     scales = [torch.empty(blocks, dtype=torch.uint8, device=p.device) for _ in layout.scales]
     store(moments, stored, scales, block_size)
-    layout.passes.take_host_step([p, *stored, *scales], grad, step, block_size, first)
+    layout.passes.take_step([p, *stored, *scales], grad, step, block_size, first)
     for moment, kept in zip(moments, loaded(stored, scales, block_size), strict=True):
         moment.copy_(kept)
 
@@ -334,3 +314,75 @@ def _units(scales: torch.Tensor) -> torch.Tensor:
     """The scales as factors, fp32."""
     factors = (scales.to(torch.int32) << 23).view(torch.float32)
     return factors.masked_fill(scales == NOT_FINITE, math.nan)
+
+
+# -- passes ----------------------------------------------------------------------------------------
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """View ``array`` as a 1-D CPU tensor. The memory must outlive the tensor."""
+    buffer = (ctypes.c_char * array.nbytes).from_address(array.address)
+    return torch.frombuffer(buffer, dtype=getattr(torch, array.dtype), count=array.numel)
+
+
+class ReferenceKernel(Kernel):
+    """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
+
+    Each thread processes whole chunks and runs its operations alone: operations split among threads
+    would each wait for the slowest thread. Results depend neither on the number of threads nor on
+    the chunk size, because every operation is elementwise and chunks end at block boundaries. The
+    calling process's number of torch threads does not change.
+
+    Args:
+        threads: number of threads.
+        chunk_numel: elements per chunk, rounded down to whole blocks, but at least one block.
+    """
+
+    name = "reference"
+
+    def __init__(self, threads: int, chunk_numel: int = HOST_CHUNK_NUMEL) -> None:
+        self._pool = ThreadPoolExecutor(threads, "dsext-pass", _divide_nothing)
+        self._chunk_numel = chunk_numel
+
+    def run(self, work: Pass) -> None:
+        if work.numel == 0:
+            return
+        block, layout, passes = work.block_size, work.layout, work.layout.passes
+        blocks = max(1, self._chunk_numel // block)
+        chunk, elements = blocks * block, len(layout.kinds)
+
+        def split(array: Array | None, size: int) -> Sequence[torch.Tensor]:
+            return () if array is None else as_tensor(array).split(size)
+
+        arrays = [split(each, chunk) for each in work.state[:elements]]
+        arrays += [split(each, blocks) for each in work.state[elements:]]
+        published, grads = split(work.published, chunk), split(work.grad, chunk)
+        known = None if work.peeks else work.per_block
+        per_block = split(known, blocks * layout.per_block_width(block))
+
+        def run_chunk(i: int) -> None:
+            with torch.no_grad():
+                state = [array[i] for array in arrays]
+                if work.peeks:
+                    state = [array.clone() for array in state]
+                if grads:
+                    passes.take_step(state, grads[i], work.step, block, work.first + i * chunk)
+                known = per_block[i] if per_block else None
+                passes.publish(work.publish, state, block, published[i], known)
+
+        list(self._pool.map(run_chunk, range(len(published))))
+
+    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
+        decode(as_tensor(codes), as_tensor(scales), block_size, as_tensor(values))
+
+    def touch(
+        self, array: Array, per_block: int, block_size: int, chunk_numel: int | None = None
+    ) -> None:
+        """See the base class; in the calling thread."""
+        as_tensor(array).neg_().neg_()
+
+
+def _divide_nothing() -> None:
+    """Let torch run each operation of this thread on it alone."""
+    torch.get_num_threads()  # the first call of a thread sets its limit to the default
+    torch.set_num_threads(1)

@@ -1,19 +1,14 @@
 // Computes the estimate of weights on a CPU that is the accelerator, in one pass (formulas: kernels/definition.py).
 // Results equal those of torch's operations bitwise.
 
-#include "not_fused.h"
-#include "passes.h"
-
-// Tells the compiler that iterations of the loop below do not depend on each other.
+// Every product and sum is rounded on its own, as torch's operations do. A fused multiply-add would round once.
 #if defined(__GNUC__) && !defined(__clang__)
-#define INDEPENDENT _Pragma("GCC ivdep")
-#elif defined(__clang__)
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#pragma GCC optimize("fp-contract=off")
 #else
-#define INDEPENDENT
+#pragma STDC FP_CONTRACT OFF
 #endif
 
-extern "C" {
+#include "passes.h"
 
 struct Estimate {
     void *weights;
@@ -24,7 +19,6 @@ struct Estimate {
     int32_t weights_dtype, grad_dtype, threads;  // y has the dtype of the weights
     float grad_scale, coefficient, bound;
 };
-}
 
 namespace {
 
@@ -53,7 +47,7 @@ INLINE void predict(const Estimate &e, int64_t first, int64_t last) {
         const int64_t block_end = (block + 1) * e.block_size;
         end = block_end < last ? block_end : last;
         const float inverse = e.inverse[block] * e.grad_scale;
-        INDEPENDENT
+#pragma GCC ivdep  // iterations do not depend on each other
         for (int64_t i = begin; i < end; ++i) {
             const float x = Element<G>::load(grad[i]) * inverse;
             const float from_below = x < -bound ? -bound : x;

@@ -2,8 +2,6 @@
 
 #include "passes.h"
 
-extern "C" {
-
 struct LionStep {
     float beta1, beta1_complement, beta2, beta2_complement, decay, lr, grad_scale;
 };
@@ -13,7 +11,6 @@ struct LionPass : Pass {
     float p_factor;
     uint32_t zero;  // see `rounded`
 };
-}
 
 namespace {
 

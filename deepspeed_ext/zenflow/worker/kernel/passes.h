@@ -21,8 +21,6 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-extern "C" {
-
 // The arguments that all passes have; an optimizer's numbers follow. A pass without a step only publishes; one that peeks
 // writes only y, which is new p.
 struct Pass {
@@ -37,7 +35,6 @@ struct Pass {
     int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
     uint32_t first;   // number of the first element in its partition, plus the hash of the step's (rounding.py)
 };
-}
 
 namespace {
 
@@ -147,16 +144,14 @@ void for_each_tile(int64_t numel, int64_t block_size, int32_t threads, const Wor
 // that run RUN for the elements from first to last, compiled for TARGET. More template arguments of RUN may follow.
 #define TILE(TARGET, WORK, NAME, RUN, ...) \
     TARGET void NAME(const WORK &a, int64_t first, int64_t last) { RUN<__VA_ARGS__>(a, first, last); }
+#define TILES_OF(TARGET, WORK, TABLE, RUN, GRADIENT, ...) \
+    TILE(TARGET, WORK, TABLE##_32, RUN, GRADIENT, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_bf, RUN, GRADIENT, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, WORK, TABLE##_fp, RUN, GRADIENT, kFloat16, ##__VA_ARGS__)
 #define TILES(TARGET, WORK, TABLE, RUN, ...) \
-    TILE(TARGET, WORK, TABLE##_32_32, RUN, kFloat32, kFloat32, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_32_bf, RUN, kFloat32, kBFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_32_fp, RUN, kFloat32, kFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_bf_32, RUN, kBFloat16, kFloat32, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_bf_bf, RUN, kBFloat16, kBFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_bf_fp, RUN, kBFloat16, kFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_fp_32, RUN, kFloat16, kFloat32, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_fp_bf, RUN, kFloat16, kBFloat16, ##__VA_ARGS__) \
-    TILE(TARGET, WORK, TABLE##_fp_fp, RUN, kFloat16, kFloat16, ##__VA_ARGS__) \
+    TILES_OF(TARGET, WORK, TABLE##_32, RUN, kFloat32, ##__VA_ARGS__) \
+    TILES_OF(TARGET, WORK, TABLE##_bf, RUN, kBFloat16, ##__VA_ARGS__) \
+    TILES_OF(TARGET, WORK, TABLE##_fp, RUN, kFloat16, ##__VA_ARGS__) \
     void (*const TABLE[3][3])(const WORK &, int64_t, int64_t) = { \
         {TABLE##_32_32, TABLE##_32_bf, TABLE##_32_fp}, \
         {TABLE##_bf_32, TABLE##_bf_bf, TABLE##_bf_fp}, \

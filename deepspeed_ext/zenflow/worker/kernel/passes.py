@@ -2,7 +2,8 @@
 moments that it steps are kept. Plain values, no torch.
 
 An optimizer's own part is a `Passes`: its constants, what it publishes and its arithmetic
-(`adam_pass`, `lion_pass`). A `Kernel` runs the passes of any: `native` or `reference`.
+(`adam_pass`, `lion_pass`). A `Kernel` runs the passes of any, in the
+library of `native` or by `definition`.
 
 # Note: [rounded moments]
 
@@ -204,13 +205,6 @@ class Passes(ABC):
             step: its constants.
             first: number of the chunk's first element in its partition, where a block begins.
         """
-
-    @classmethod
-    def take_host_step(
-        cls, state: Sequence[Tensor], grad: Tensor, step: Any, block_size: int, first: int = 0
-    ) -> None:
-        """As `take_step`, in the worker without its native library."""
-        cls.take_step(state, grad, step, block_size, first)
 
     @staticmethod
     @abstractmethod

@@ -37,8 +37,8 @@ from deepspeed_ext.commands.memory.setup import (
 )
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.held import Phase
-from deepspeed_ext.zenflow.plan.lanes import Lanes
 from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.times import Lanes
 
 SEVEN_B = Model(7_000_000_000, 139_886_592)
 LLAMA = Shape(vocabulary=32768, width=4096, layers=32, query=4096, key=4096, ffn=11008)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.optimizers.adam_estimator import effect_of, inverses
-from deepspeed_ext.zenflow.optimizers.interface import Estimate
+from deepspeed_ext.zenflow.optimizers.adam import effect_of, inverses
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
@@ -80,11 +79,12 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
         "step, 16 bits": lambda: AdamPasses.take_step(of_16, rows, step, BLOCK),
         "step, 8 bits": lambda: AdamPasses.take_step(of_8, rows, step, BLOCK),
         "predict by signs": lambda: lion.predict(
-            Estimate(known, BLOCK, 2),
+            known,
             weights,
             published,
             grad,
             LionStep(1e-3, 0.9, 0.99, 0, 1, 0.5),
+            BLOCK,
         ),
     }
 

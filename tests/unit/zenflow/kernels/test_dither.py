@@ -43,10 +43,8 @@ def test_each_value_is_one_of_its_two_neighbours_and_one_that_fits_stays(
 ) -> None:
     torch.manual_seed(seed)
     x = torch.randn(NUMEL) * 10.0 ** torch.randint(-3, 4, (NUMEL,))
-    (part,) = definition.parts_of(NUMEL, BLOCK, x.device, 3)
-    exact = part.temporary(0).copy_(x.view(-1, BLOCK)).clone()
-    found = part.dithered(part.temporary(0), dtype, 1, 2).to(dtype)
-    assert torch.equal(part.dithered(part.temporary(0).copy_(found), dtype, 1, 2).to(dtype), found)
+    exact, found = x.clone(), definition.dithered(x, dtype).to(dtype)
+    assert torch.equal(definition.dithered(found.float(), dtype).to(dtype), found)
     nearest = exact.to(dtype)
     gap = (found.float() - exact).abs()
     other = torch.where(nearest.float() < exact, torch.inf, -torch.inf).to(dtype)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.kernels import host, launch
+from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from tests.support.same import assert_same
@@ -44,7 +44,7 @@ def on_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with patch.object(host, "_NUMEL_PER_THREAD", 500):
+        with patch.object(launch, "_NUMEL_PER_THREAD", 500):
             yield
     finally:
         torch.set_num_threads(before)
@@ -73,7 +73,7 @@ def test_every_bit_is_the_definitions(
     inverse = torch.rand(-(-n // block), generator=torch.Generator().manual_seed(seed)) * 20
     with on_threads(threads):
         found, expected = w.clone(), w.clone()
-        host.predict(found, y, g, inverse, 0.37, 1.3e-3, block)
+        launch.predict_on_host(found, y, g, inverse, 0.37, 1.3e-3, block)
         definition.predict(expected, y, g, inverse, 0.37, 1.3e-3, block)
         same(expected, found, "predict")
 
@@ -90,15 +90,15 @@ def test_an_array_that_is_too_short_is_never_read(short: int) -> None:
     weights, published = (torch.zeros(63 if number == short else 64) for number in range(2))
     inverse = torch.ones(1 if short == 2 else 2)
     with pytest.raises(AssertionError):
-        host.predict(weights, published, torch.zeros(64), inverse, 1.0, 1.0, 32)
+        launch.predict_on_host(weights, published, torch.zeros(64), inverse, 1.0, 1.0, 32)
 
 
 def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:
     usual, inverse, half = torch.zeros(64), torch.ones(2), torch.zeros(64).half()
-    assert host.serves(usual, usual, usual.bfloat16(), inverse)
-    assert host.serves(half, half, usual, inverse)
-    assert not host.serves(half, usual, usual, inverse)
-    assert not host.serves(usual.double(), usual.double(), usual, inverse)
-    assert not host.serves(torch.zeros(128)[::2], usual, usual, inverse)
-    assert not host.serves(usual, usual, usual, inverse.double())
-    assert not host.serves(usual, usual, torch.zeros(64, device="meta"), inverse)
+    assert launch.serves_on_host(usual, usual, usual.bfloat16(), inverse)
+    assert launch.serves_on_host(half, half, usual, inverse)
+    assert not launch.serves_on_host(half, usual, usual, inverse)
+    assert not launch.serves_on_host(usual.double(), usual.double(), usual, inverse)
+    assert not launch.serves_on_host(torch.zeros(128)[::2], usual, usual, inverse)
+    assert not launch.serves_on_host(usual, usual, usual, inverse.double())
+    assert not launch.serves_on_host(usual, usual, torch.zeros(64, device="meta"), inverse)

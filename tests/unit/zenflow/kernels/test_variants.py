@@ -14,10 +14,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.built_parts import prepare_kernels
 from deepspeed_ext.zenflow.kernels import device, launch
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
-from deepspeed_ext.zenflow.plan.arrays import Dtypes
+from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 
 BACKENDS = {
@@ -63,9 +62,7 @@ class _Grid:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The CPU as a device with kernels."""
     module = Recorded()
-    accelerator = SimpleNamespace(
-        device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor
-    )
+    accelerator = SimpleNamespace(device=lambda index: nullcontext())
     monkeypatch.setattr(launch, "_found", lambda device_type: module)
     monkeypatch.setattr(launch, "missing", lambda device: None)
     monkeypatch.setattr(launch, "_variants", set())
@@ -87,16 +84,16 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         kind: Any = AdamKind(optimizer, ZenFlowConfig(state_dtype=dtype))
         plan: Any = SimpleNamespace(
             rule=SimpleNamespace(block_size=32, estimates=True),
-            dtypes=Dtypes(*["bfloat16"] * 4),
+            caller=Caller("bfloat16", "bfloat16"),
             has_heads=True,
             computes_there=True,
         )
-        prepare_kernels(plan, kind, [flat(64, 0), flat(64, 1)], warns=True)
+        kind.prepare_kernels(plan, [flat(64, 0), flat(64, 1)], warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
-    assert [len(keys) for keys in expected.values()] == [8, 8], (
-        "predict and both steps of a share twice, two of the norms"
+    assert [len(keys) for keys in expected.values()] == [6, 6], (
+        "predict and both steps of a share, twice"
     )
-    assert len(launch.variants()) == 8
+    assert len(launch.variants()) == 6
 
     before = recorded.launches
     sizes = [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]
@@ -107,7 +104,6 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
     coded += [torch.zeros(5, dtype=torch.uint8) for _ in range(2)]
     for step in range(1, 51):
         scale = 1.0 if step % 3 else 0.7
-        launch.norms([grad for *_, grad in arrays])
         for (weights, published, _, grad), inverse in zip(arrays, inverses, strict=True):
             effect = 1.0 if step == 2 else 1e-3
             launch.predict(weights, published, grad, inverse, scale, effect, 32)
@@ -116,9 +112,9 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
             grad, weights = (flat(160, first).view(5, 32) for _ in range(2))
             launch.adam_step(list(state), grad, weights, constants)
             launch.adam_step([state[0], *coded], grad, weights, constants)
-    assert recorded.launches - before == 50 * (2 + 5 + 2 + 2)
+    assert recorded.launches - before == 50 * (5 + 2 + 2)
     assert recorded.keys == expected
-    assert len(launch.variants()) == 8
+    assert len(launch.variants()) == 6
 
 
 def test_a_kernel_that_does_not_compile_at_the_start_leaves_torch_operations(

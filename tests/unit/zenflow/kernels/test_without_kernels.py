@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.kernels import host, launch
+from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
 from tests.support.ranks import on_sim
 
@@ -82,7 +82,7 @@ class Allocations(TorchDispatchMode):
 def test_temporaries_on_the_cpu_are_those_of_one_chunk(name: str) -> None:
     chunk = definition.chunk_numel(torch.device("cpu"), BLOCK)
     call = calls(8 * chunk, torch.device("cpu"))[name]
-    with patch.object(host, "serves", lambda *_: False), Allocations() as allocations:
+    with patch.object(launch, "serves_on_host", lambda *_: False), Allocations() as allocations:
         call()
     assert 4 * chunk <= allocations.largest <= 4 * ARRAYS[name] * chunk <= MIB
 

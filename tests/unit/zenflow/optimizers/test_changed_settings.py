@@ -110,7 +110,7 @@ def kind_of(kind: type[OptimizerKind]) -> tuple[OptimizerKind, dict[str, Any]]:
     """An optimizer of this kind, and its group as a checkpoint has it."""
     ours = kind.__new__(kind)  # DeepSpeed's Lion would be compiled
     ours.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-    vars(ours)["_decoupled"] = True
+    vars(ours)["is_decoupled"] = True
     return ours, dict(ours.optimizer.param_groups[0])
 
 

@@ -10,8 +10,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.optimizers.choose import kind_of
-from deepspeed_ext.zenflow.optimizers.interface import Estimate
+from deepspeed_ext.zenflow.optimizers import kind_of
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.plan.rule import settings_of
 from deepspeed_ext.zenflow.worker.kernel import definition
@@ -42,7 +41,7 @@ def test_weights_follow_the_formula_of_the_study(n: int, block: int, dtype: torc
     grad = (torch.randn(n, generator=g) * 1e-2).to(dtype)
     kind, published, weights = lion(), torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
     known = kind.publish(kind.ahead(STEP), (p, m), block, published)
-    kind.predict(kind.estimate(STEP, known, block), weights, published, grad, STEP)
+    kind.predict(kind.known(STEP, known), weights, published, grad, STEP, block)
 
     means = torch.stack([part.abs().mean() for part in m.split(block)]).repeat_interleave(block)[:n]
     direction = 0.9 * means.copysign(m) + 0.1 * (0.5 * grad.float())
@@ -67,7 +66,7 @@ def test_the_estimate_does_not_depend_on_chunks(
     for numel in (1 << 17, chunk):
         monkeypatch.setitem(definition._CHUNK_NUMEL, "cpu", numel)
         weights = torch.empty_like(y)
-        lion().predict(Estimate(known.view(-1), 32, 2), weights, y, grad, replace(STEP, lr=1e-2))
+        lion().predict(known.view(-1), weights, y, grad, replace(STEP, lr=1e-2), 32)
         results.append(weights)
     assert_same(*results)
     assert set((results[0].float() - y.float()).sign().tolist()) == {-1.0, 1.0}
@@ -92,9 +91,7 @@ def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(
     kind, p, m = lion(), torch.randn(n), torch.randn(n)
     known = kind.publish(kind.ahead(STEP), (p, m), block, torch.empty(n))
     settings = settings_of(ZenFlowConfig(block_size=block), kind.layout)
-    assert settings.nbytes(n).kept == {
-        "signs and means": kind.estimate(STEP, known, block).kept.nbytes
-    }
+    assert settings.nbytes(n).kept == {"signs and means": kind.known(STEP, known).nbytes}
 
 
 def test_torch_operations_take_the_memory_that_the_plan_says() -> None:
@@ -102,13 +99,13 @@ def test_torch_operations_take_the_memory_that_the_plan_says() -> None:
     bf16 from the host; and next to nothing for each block."""
     n, kind = HOST_CHUNK_NUMEL, lion()
     y, grad, weights = torch.zeros(3, n).bfloat16()
-    estimate = Estimate(torch.zeros(n // 32 * 2, dtype=torch.int32), 32, 2)
+    known = torch.zeros(n // 32 * 2, dtype=torch.int32)
     settings = settings_of(ZenFlowConfig(), kind.layout)
     planned = settings.nbytes(n, 2, in_place=True).step
     assert (planned, settings.nbytes(n, 2).step) == (9 * n, 10 * n)
     meter = LiveBytes()
-    meter.watch(y, grad, weights, estimate.kept)
+    meter.watch(y, grad, weights, known)
     held = sum(meter.live.values())
     with meter:
-        kind.predict(estimate, weights, y, grad, STEP)
+        kind.predict(known, weights, y, grad, STEP, 32)
     assert planned <= meter.peak["total"] - held <= 1.05 * planned

@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.plan.rule import SelectiveSettings, settings_of
 from deepspeed_ext.zenflow.rules.selective import SelectivePlan, SelectiveSchedule
-from deepspeed_ext.zenflow.start import ZenFlowRun, ZenFlowStart, start_optimizer
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -113,14 +113,14 @@ def compare_with_simulation(
     )
     ranks = RankGroup.of(None, weights.device)
     adam = start_optimizer(
-        ZenFlowStart(ZenFlowRun.of(settings), ranks, None, ExitStack()),
+        ZenFlowStart(settings, ranks, ExitStack()),
         optimizer,
         [0],
         lambda index: weights,
         Caller("float32", "float32"),
         ranks,
     )
-    optimizer.param_groups[0]["params"] = adam.state.handles.masters
+    optimizer.param_groups[0]["params"] = adam.state.masters
     simulated = Simulated(start, interval, overlapped=overlapped, every=every)
     found = []
     for number in range(steps):
@@ -291,8 +291,8 @@ def test_a_saved_position_continues_also_with_another_interval(before: int) -> N
         schedule = make(4, True, 8, 3)
         walk(schedule, stop)
         again = make(4, True, 8, 3)
-        again.load_state_dict(schedule.state_dict())
+        again.load(schedule.state)
         assert walk(again, 40 - stop) == whole[stop:]
         changed = make(before, False)
-        changed.load_state_dict(schedule.state_dict())
+        changed.load(schedule.state)
         assert max(plan.collected for plan in walk(changed, 20)[7:]) < before

@@ -1,9 +1,8 @@
-"""The slots of the ring: neither a gradient nor y is overwritten while anyone may still read it,
-under both rules."""
+"""The slots of the ring: neither a gradient nor y is overwritten while anyone may still read it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,131 +16,84 @@ from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
 
 
-class Predictive:
-    """What the rule does with its schedule, as far as slots are concerned."""
-
-    def __init__(self, random: Random, source: Source) -> None:
-        self._how = (random.random() < 0.9, random.randint(0, 9), True, source)
-        self._random = random
-        self.schedule: Any = self.fresh()
-
-    def fresh(self) -> PredictiveSchedule:
-        return PredictiveSchedule(*self._how)
-
-    def inspect(self) -> None:
-        if self.schedule.wants_verdict:
-            self.schedule.judge(self._random.choice([0.1, 2.0]))
-
-    def reads_first(self, plan: Any) -> bool:
-        return plan.predicts
-
-    def publishes_again(self, plan: Any) -> bool:
-        return not plan.predicts and plan.publish_ahead
-
-    def resumes(self) -> bool:
-        return self.schedule.plan().predicts
-
-
 @dataclass
 class Ring:
-    """Who needs which slot: gradients that are collected, those that the worker has, and y that was
-    not read."""
+    """Who needs which slot: a gradient that was not handed over, the one that the worker has, and y
+    that was not read."""
 
-    collected: list[int] = field(default_factory=list)
-    in_flight: tuple[int, ...] = ()
+    written: int | None = None
+    in_flight: int | None = None
     y: int | None = None
 
     def write(self, slot: int) -> None:
-        assert slot not in (*self.collected, *self.in_flight, self.y), (
-            f"a gradient replaces what is needed: {self}"
-        )
-        self.collected.append(slot)
+        assert slot not in (self.in_flight, self.y), f"a gradient replaces what is needed: {self}"
+        self.written = slot
 
     def hand_over(self) -> None:
-        assert not self.in_flight, "one at a time"
+        assert self.in_flight is None, "one at a time"
         assert self.y is None, f"y was never read: {self}"
-        self.in_flight, self.y, self.collected = tuple(self.collected), self.collected[-1], []
+        self.in_flight, self.y, self.written = self.written, self.written, None
 
     def publish_again(self, slot: int) -> None:
         """y is published into the slot once more."""
-        assert slot not in (*self.collected, *self.in_flight), (
-            f"y replaces a gradient that is needed: {self}, {slot}"
-        )
+        assert slot not in (self.written, self.in_flight), f"y replaces what is needed: {self}"
         self.y = slot
-
-    def arrive(self) -> None:
-        self.in_flight = ()
 
     def read(self) -> None:
         assert self.y is not None
-        assert not self.in_flight
+        assert self.in_flight is None
         self.y = None
 
 
-def happens(event: str, rule: Any, ring: Ring) -> Ring:
+def after(event: str, schedule: PredictiveSchedule, ring: Ring, how: Any) -> tuple[Any, Ring]:
     """What comes between two steps: a look at p, m and v from outside, a load of what was saved, or
     new masters."""
-    ring.arrive()
-    if event == "load":
-        state = rule.schedule.state_dict()
-        rule.schedule = rule.fresh()
-        rule.schedule.load_state_dict(state)
-        ring = Ring()
-        if rule.resumes():
-            ring.publish_again(rule.schedule.handed_over)
+    if event != "nothing":
+        ring.in_flight = None
     if event == "restart":
-        rule.schedule.restart()
-        ring = Ring()
-    return ring
+        schedule.restart()
+        return schedule, Ring()
+    if event == "load":
+        state, ring = schedule.state, Ring()
+        schedule = PredictiveSchedule(*how)
+        schedule.load(state)
+        if schedule.plan().predicts:
+            ring.publish_again(schedule.handed_over)
+    return schedule, ring
 
 
-def begin(rule: Any, ring: Ring, was_exposed: bool) -> Any:
-    """`HostOptimizer.begin_step`; returns the plan."""
-    if was_exposed and rule.resumes():
-        ring.publish_again(rule.schedule.handed_over)
-    if rule.schedule.plan().waits_first:
-        ring.arrive()
-        rule.inspect()
-    return rule.schedule.plan()
-
-
-def read_first(rule: Any, ring: Ring, plan: Any) -> bool:
-    """Compute weights from y if the plan says so; returns whether y was in the slot of the coming
-    gradient."""
-    was_there = ring.y == rule.schedule.coming
-    if rule.reads_first(plan):
-        ring.read()
-        return was_there
-    if plan.waits_first:  # the guard has tripped, or y was read in the step that published it
-        ring.y = None
-    return False
-
-
-def walk(rule: Any, random: Random, steps: int, source: Source) -> int:
+def walk(random: Random, source: Source, steps: int = 60) -> int:
     """Train, in the order of `HostOptimizer`. Returns how often y was read before the step's
     gradient took its slot."""
-    ring, replaced = Ring(), 0
+    how = random.random() < 0.9, random.randint(0, 9), True, source
+    schedule, ring, replaced = PredictiveSchedule(*how), Ring(), 0
     for _ in range(steps):
         event = random.choice(EVENTS)
-        if event != "nothing":
-            ring = happens(event, rule, ring)
+        schedule, ring = after(event, schedule, ring, how)
         if source is Source.BACKWARD:
-            ring.write(rule.schedule.coming)
-        plan = begin(rule, ring, event == "expose")
+            ring.write(schedule.coming)
+        if event == "expose" and schedule.plan().predicts:
+            ring.publish_again(schedule.handed_over)
+        ring.in_flight = None
+        if schedule.wants_verdict:
+            schedule.judge(random.choice([0.1, 2.0]))
+        plan = schedule.plan()
         if source is Source.HOST:
-            ring.write(rule.schedule.coming)
-        replaced += read_first(rule, ring, plan)
-        if source is Source.COPY:
-            ring.write(rule.schedule.coming)
-        if plan.handed_over:
-            assert plan.handed_over == len(ring.collected)
-            ring.hand_over()
-        if plan.waits_last:
-            ring.arrive()
+            ring.write(schedule.coming)
+        if plan.predicts:
+            replaced += ring.y == schedule.coming
             ring.read()
-        rule.schedule.advance(plan)
-        if rule.publishes_again(plan):
-            ring.publish_again(rule.schedule.handed_over)
+        else:  # the guard has tripped, or y was read in the step that published it
+            ring.y = None
+        if source is Source.COPY:
+            ring.write(schedule.coming)
+        ring.hand_over()
+        if plan.waits_last:
+            ring.in_flight = None
+            ring.read()
+        schedule.advance(plan)
+        if plan.publish_ahead and not plan.predicts:
+            ring.publish_again(schedule.handed_over)
     return replaced
 
 
@@ -153,17 +105,10 @@ def test_neither_a_gradient_nor_y_is_overwritten_while_it_is_needed(
 ) -> None:
     """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and
     recovers."""
-    random = Random(seed)
-    walk(Predictive(random, source), random, 60, source)
+    walk(Random(seed), source)
 
 
 def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after() -> None:
-    times = {
-        source: sum(
-            walk(Predictive(random, source), random, 60, source)
-            for random in map(Random, range(100))
-        )
-        for source in Source
-    }
+    times = {source: sum(walk(Random(seed), source) for seed in range(100)) for source in Source}
     assert times.pop(Source.COPY) > 0
     assert set(times.values()) == {0}

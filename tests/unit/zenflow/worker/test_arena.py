@@ -18,7 +18,7 @@ from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker import arena as arena_module
 from deepspeed_ext.zenflow.worker.arena import Arena
-from tests.support.arenas import arena_kinds
+from tests.support.arenas import arena_of
 from tests.support.resident import resident_bytes
 
 PAGE, MIB = 4096, 1 << 20
@@ -52,18 +52,19 @@ def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str,
     numel=st.one_of(
         st.integers(MIB // 2, 1 << 40), st.sampled_from([1 << k for k in range(19, 40)])
     ),
-    publish_dtype=st.sampled_from(["float32", "bfloat16"]),
+    weights=st.sampled_from(["float32", "float16"]),
     ring=st.integers(1, 30),
     partitions=st.integers(1, 3),
 )
-@example(numel=1 << 22, publish_dtype="float32", ring=30, partitions=1)
+@example(numel=1 << 22, weights="float32", ring=30, partitions=1)
 def test_arrays_that_are_read_together_begin_apart(
-    numel: int, publish_dtype: str, ring: int, partitions: int
+    numel: int, weights: str, ring: int, partitions: int
 ) -> None:
     """Else the heads of equally long arrays of a power of two elements compete for cache sets and
     memory banks."""
-    kinds = arena_kinds(ring, published=publish_dtype)
-    specs = [kinds.of(i, numel) for i in range(partitions)]
+    specs = [
+        arena_of(numel, ring, partition=i, dtypes=(weights, "float32")) for i in range(partitions)
+    ]
     places = plan_layout([spec for partition in specs for spec in partition]).by_key()
     for partition in specs:
         big = [places[spec.key].offset for spec in partition if spec.nbytes >= MIB]
@@ -71,12 +72,6 @@ def test_arrays_that_are_read_together_begin_apart(
         pages = sorted(offset % MIB // PAGE for offset in big)
         around = itertools.pairwise([*pages, pages[0] + MIB // PAGE])
         assert all(after - before >= 3 for before, after in around)
-
-
-def test_as_many_arrays_as_a_page_has_lines_begin_on_different_ones() -> None:
-    specs = [ArraySpec("g", "float32", MIB // 4, slot=slot) for slot in range(PAGE // 64)]
-    offsets = [array.offset for array in plan_layout(specs).arrays]
-    assert len({offset % PAGE for offset in offsets}) == len(specs)
 
 
 def test_a_mapping_that_the_system_refuses_says_why() -> None:
@@ -107,14 +102,14 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
 
 def test_host_bytes_per_parameter() -> None:
     """12 (p, m, v) + 2 per slot of the ring + 4/32 (block means), by the pages that are touched; y
-    in fp32 has an array of its own."""
+    in fp16 has an array of its own beside gradients in fp32."""
     n = 1 << 20
-    for publish_dtype, slots, expected in (
-        ("bfloat16", 1, 14.125),
-        ("float32", 1, 18.125),
-        ("bfloat16", 7, 26.125),
+    for dtypes, slots, expected in (
+        (("bfloat16", "bfloat16"), 1, 14.125),
+        (("float16", "float32"), 1, 18.125),
+        (("bfloat16", "bfloat16"), 7, 26.125),
     ):
-        layout = plan_layout(arena_kinds(slots, published=publish_dtype).of(0, n))
+        layout = plan_layout(arena_of(n, slots, dtypes=dtypes))
         arena = Arena.create(layout)
         assert resident_bytes(arena) == 0
         for spec, _ in layout.arrays:
@@ -124,24 +119,26 @@ def test_host_bytes_per_parameter() -> None:
         arena.close()
 
 
-@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("publish_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("summed", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "float16"])
 def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(
-    publish_dtype: str, grad_dtype: str
+    weights: str, summed: str
 ) -> None:
     """Otherwise it has one array of its own, for every slot, which overlaps no gradient."""
-    kinds = arena_kinds(3, published=publish_dtype, gradient=grad_dtype)
-    layout = plan_layout([*kinds.of(0, 100), *kinds.of(1, 50)])
+    dtypes, gradient = (weights, summed), summed if weights == "float16" else weights
+    layout = plan_layout(
+        [*arena_of(100, 3, dtypes=dtypes), *arena_of(50, 3, partition=1, dtypes=dtypes)]
+    )
     arena, pages = Arena.create(layout), layout.page_bytes()
-    replaces = getattr(torch, publish_dtype).itemsize == getattr(torch, grad_dtype).itemsize
+    replaces = getattr(torch, weights).itemsize == getattr(torch, gradient).itemsize
     for index, slot in itertools.product(range(2), range(3)):
         y, g = arena.tensor("y", index, slot), arena.tensor("g", index, slot)
         assert (y.dtype, g.dtype, y.numel()) == (
-            getattr(torch, publish_dtype),
-            getattr(torch, grad_dtype),
+            getattr(torch, weights),
+            getattr(torch, gradient),
             g.numel(),
         )
-        assert arena.array("y", index, slot) == (y.data_ptr(), publish_dtype, y.numel())
+        assert arena.array("y", index, slot) == (y.data_ptr(), weights, y.numel())
         assert (y.data_ptr() == g.data_ptr()) is replaces
         assert replaces or y.data_ptr() == arena.tensor("y", index).data_ptr()
     assert [key for key in pages if key.kind == "y"] == (

@@ -3,21 +3,17 @@
 import os
 import select
 import signal
-import sys
-import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.worker import messages
-from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import (
@@ -30,7 +26,6 @@ from deepspeed_ext.zenflow.worker.messages import (
 )
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, STEP, gone, running
-from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("library", [library_path(), None])
@@ -240,54 +235,6 @@ def test_time_in_which_a_job_was_suspended_does_not_count(monkeypatch: pytest.Mo
     assert not outer.is_over
     spend(0.6)
     assert patience.is_over
-
-
-STRANGER = """
-import os, pickle, struct, sys
-sys.path.insert(0, {root!r})
-from deepspeed_ext.zenflow.worker.messages import Done
-class Missing:
-    pass
-def message(value):
-    body = pickle.dumps(value)
-    return struct.pack("!4sQ", b"dsxt", len(body)) + body
-os.write(int(sys.argv[1]), {what})
-from tests.support.waiting import wait_to_be_killed
-wait_to_be_killed()
-"""
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("message(Done(1, 0.0))[:-1]", "did not start within 2 s"),
-        ("b'\\0' * 3", "did not start within 2 s"),
-        ("b'Segmentation fault'", "invalid answer.*not the header of a message: b'Segmentation"),
-        ("struct.pack('!4sQ', b'dsxt', 1 << 62)", "invalid answer"),
-        ("struct.pack('!4sQ', b'dsxt', 3) + b'abc'", "invalid answer.*UnpicklingError"),
-        ("message(Missing())", "invalid answer.*AttributeError"),
-        ("message(7)", "invalid answer.*7 after answer 0 of 0"),
-        ("message(Done(9, 0.0))", "invalid answer.*number=9"),
-    ],
-)
-def test_an_invalid_answer_is_an_error(
-    what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "stranger.py"
-    script.write_text(textwrap.dedent(STRANGER).format(root=str(ROOT), what=what))
-    monkeypatch.setattr(
-        process_module,
-        "python_command",
-        lambda _, *numbers: [sys.executable, str(script), *numbers],
-    )
-    before = psutil.Process().children()
-    with (
-        pytest.raises(WorkerError, match=rf"(?s)rank 3.*{says}"),
-        running(timeout_seconds=2.0 if "did not start" in says else 30.0),
-    ):
-        pass
-    assert psutil.Process().children() == before
 
 
 def test_two_threads_can_wait() -> None:

@@ -18,6 +18,7 @@ from tests.support.kernels import (
     Problem,
     array,
     make_kernel,
+    moments_of,
     needs_native,
     steps_of,
     wide,
@@ -25,14 +26,6 @@ from tests.support.kernels import (
 from tests.support.same import assert_same
 
 LARGEST_KEPT = {torch.int8: 123.0**2 * 2.0**111, torch.uint8: 239.0**2 * 2.0**111}
-
-
-def moments_of(problem: Problem) -> list[torch.Tensor]:
-    """m and v in fp32."""
-    values = [torch.empty(problem["p"].numel()) for _ in range(2)]
-    for name, out in zip("mv", values, strict=True):
-        decode(problem[name], problem[f"{name}_scales"], problem.block, out)
-    return values
 
 
 def coded(
@@ -175,13 +168,16 @@ def test_both_kernels_write_the_same_codes(n: int, block: int) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 @pytest.mark.parametrize("l2", [0.0, 1e-5])
 @pytest.mark.parametrize("block", [32, 100])
-def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(block: int, l2: float) -> None:
+def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(
+    block: int, l2: float, kind: str
+) -> None:
     """The native pass fuses products and sums, so a value may lie on the other side of a random
     threshold."""
-    n, steps = 5003, steps_of("int8", 3, decoupled=False)
-    native, reference = (Problem(n, 3, "int8", block=block, y="float32") for _ in range(2))
+    n, steps = 5003, steps_of(kind, 3, decoupled=False)
+    native, reference = (Problem(n, 3, kind, block=block, y="float32") for _ in range(2))
     for problem, kernel in ((native, "native"), (reference, "reference")):
         problem.run(make_kernel(kernel), steps, (0.99, 1e-3, l2, 2e-4))
     same = torch.ones(n, dtype=torch.bool)

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
-from deepspeed_ext.cores.threads import WorkerPlacement
-from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.zenflow.worker.kernel import Array, NativeKernel
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 from tests.support.kernels import LIBRARY, needs_native
@@ -90,47 +87,6 @@ def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
     assert len(set(whole[:pages])) == 1
     found = [len(set(by_chunk[first : first + pages])) for first in range(0, len(whole), pages)]
     assert found == [4] * 4
-
-
-@needs_native
-@settings(max_examples=40, deadline=None)
-@given(
-    nodes=st.integers(1, 4),
-    cores=st.integers(1, 6),
-    siblings=st.sampled_from(["none", "adjacent", "far"]),
-    chunk=st.sampled_from([1 << 13, 1 << 14, 3 << 13]),
-)
-def test_each_node_has_the_memory_of_its_threads(
-    nodes: int, cores: int, siblings: str, chunk: int
-) -> None:
-    """On hosts from a table: one thread to a core, and of every chunk each node has as many pages
-    as its threads pass over. Several nodes: none is preferred, and each thread stays on a core."""
-    number = nodes * cores
-    pus = {
-        "none": lambda core: (core,),
-        "adjacent": lambda core: (2 * core, 2 * core + 1),
-        "far": lambda core: (core, core + number),
-    }[siblings]
-    table = [Core(core, pus(core), core // cores) for core in range(number)]
-    topology = Topology(tuple(table), tuple(range(nodes)))
-    facts = RankFacts(0, frozenset(topology.cpus), 0)
-    plan = plan_host(topology, [facts], PlanRequest(pt_reserved_cores=1))
-    placement = WorkerPlacement.of(plan.ranks[0])
-    of_worker = [topology.core_of[cpu] for cpu in sorted(placement.cpus)]
-    assert len(set(of_worker)) == len(of_worker), "two threads of the worker share a core"
-    on_nodes = {core.node for core in of_worker}
-    assert placement.pin_each_thread == (len(on_nodes) > 1)
-
-    kernel = NativeKernel(str(LIBRARY), placement.threads)
-    ids = kernel.thread_ids()  # in the order in which `pin` binds
-    node_of = {each: core.node for each, core in zip(ids, of_worker, strict=True)}
-    touched = touchers_of(kernel, 0, "float32", 3 * chunk, 32, 32, chunk)
-    found, pages = [node_of[each] for each in touched], 4 * chunk // PAGE
-    for begin in range(0, len(found), pages):
-        for node in on_nodes:
-            threads = sum(core.node == node for core in of_worker)
-            share = found[begin : begin + pages].count(node) / pages
-            assert abs(share - threads / len(of_worker)) <= (threads + 1) / pages
 
 
 @pytest.mark.parametrize("start", [0, 1, PAGE - 1])

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
+from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
 from tests.support.kernels import (
     DTYPES,
     KERNELS,

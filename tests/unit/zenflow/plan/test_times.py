@@ -1,4 +1,5 @@
-"""The share that hides a step and fits, and what a plan and its arena become with it."""
+"""The share that hides a step and fits, and what a plan and its arena become with it; what limits a
+measured step; what a step waits, against a model that walks through every chunk."""
 
 from __future__ import annotations
 
@@ -9,24 +10,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
+from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
+from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import (
+from deepspeed_ext.zenflow.plan.times import (
     UNITS,
     ChainTimes,
+    Lanes,
+    Limit,
     MeasuredStep,
     accelerator_bytes,
     best_threads,
     chosen_share,
     hiding_units,
+    lanes_of,
     least_units,
+    limit_line,
     probed_threads,
     thread_counts,
     times_of,
+    traffic_of,
     with_host_share,
 )
 from tests.support.planned import decided
+from tests.support.schedules import Machine, exact
 
 GIB = 1 << 30
 RATIO = "offload_optimizer.ratio"
@@ -246,5 +257,127 @@ def test_arrays_keep_their_place_and_what_moves_lies_before_them(
 def test_an_open_share_is_measured_if_the_host_is_large(plan: ZenFlowPlan, measures: bool) -> None:
     assert plan.measures_share is measures
     assert plan.host_share == 1.0 or not measures
-    if measures:
-        assert any(each.is_open for each in plan.reasons)
+
+
+# -- what limits a step ----------------------------------------------------------------------------
+
+
+Step = MeasuredStep
+
+
+@pytest.mark.parametrize(
+    ("measured", "limit"),
+    [
+        (Step(1.00, 0.04, 0.03, 1.00), Limit.NOTHING),
+        (Step(1.00, 0.30, 0.28, 1.27), Limit.WORKER),
+        (Step(1.00, 0.30, 0.28, 1.27, link=0.9), Limit.WORKER),
+        (Step(1.00, 0.30, 0.28, 0.60, link=1.27), Limit.LINK),
+        (Step(1.00, 0.30, 0.28, 0.60), Limit.LINK),
+        (Step(1.00, 0.30, 0.10, 1.00, gather=0.18), Limit.GATHER),
+        (Step(1.00, 0.30, 0.10, 1.00, gather=0.02), Limit.STEP),
+        (Step(1.00, 0.30, 0.29, 1.20), Limit.WORKER),
+        (Step(1.00, 0.30, 0.29, 1.10), Limit.LINK),
+    ],
+)
+def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: Limit) -> None:
+    assert measured.limit is limit
+
+
+def test_copies_that_stay_inside_the_step_are_what_the_pass_does_not_explain() -> None:
+    assert Step(1.0, 0.32, 0.30, 1.22).exposed_copies == pytest.approx(0.1)
+    assert Step(1.0, 0.32, 0.30, 1.22, link=0.5).exposed_copies == 0.0
+
+
+@pytest.mark.parametrize(
+    ("measured", "cores", "line"),
+    [
+        (
+            Step(2.0, 0.04, 0.0, 0.5),
+            (14, 16),
+            "1.02x its time without the optimizer; nothing",
+        ),
+        (
+            Step(1.0, 0.08, 0.08, 1.08),
+            (14, 16),
+            "the optimizer process limits it (14 of 16 cores)",
+        ),
+        (
+            Step(1.0, 0.08, 0.08, 1.08),
+            None,
+            "the optimizer process limits it: fewer pt_reserved",
+        ),
+        (
+            Step(1.0, 0.30, 0.28, 0.60),
+            None,
+            "1.30x its time without the optimizer; the link to",
+        ),
+    ],
+)
+def test_a_line_says_what_limits(
+    measured: MeasuredStep, cores: tuple[int, int] | None, line: str
+) -> None:
+    told = limit_line(measured, cores)
+    assert told.startswith("ZenFlow: a step takes ")
+    assert line in told
+
+
+# -- what a step waits -----------------------------------------------------------------------------
+
+NUMEL = 1 << 31
+PASSES, LINKS = (0.1, 0.2, 0.4, 0.8, 2.0), (0.05, 0.2, 0.5, 1.0)
+FORWARDS = (0.1, 0.25, 1 / 3)
+CHUNKS = 1 / MOST_CHUNKS
+
+
+def streamed(**config: Any) -> ZenFlowPlan:
+    caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=True)
+    rank = RankFacts((Run(NUMEL),), 80 * GIB, 80 * GIB)
+    chosen = ZenFlowConfig(**config)
+    return decide(ZenFlowFacts((rank,), caller), chosen, ratio=1.0)
+
+
+def lanes(plan: ZenFlowPlan, link: float, worker: float) -> Lanes:
+    """On a machine that copies in `link` seconds each way and passes in `worker`."""
+    moves = traffic_of(plan)
+    return lanes_of(plan, moves.down * NUMEL / link, moves.passed * NUMEL / worker)
+
+
+def peek_of(plan: ZenFlowPlan, worker: float) -> float:
+    moves = traffic_of(plan)
+    return worker * moves.peeked / moves.passed
+
+
+@pytest.mark.parametrize(
+    ("rule", "leaves"), [("exact", True), ("exact", False), ("predictive", True)]
+)
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_weights_that_come_up_in_chunks_wait_as_long_as_a_walk_through_them_says(
+    forward: float, rule: str, leaves: bool
+) -> None:
+    plan = streamed(update_rule=rule, gradients_on_host=leaves)
+    assert plan.wait is Wait.FORWARD
+    for link, worker in itertools.product(LINKS, PASSES):
+        found, peek = lanes(plan, link, worker), peek_of(plan, worker)
+        if plan.predicts_in_chunks:  # which reads the gradient and y, and writes weights
+            peek = worker * 6 / traffic_of(plan).passed
+        machine = Machine(forward, 1 - forward, link, worker, MOST_CHUNKS)
+        walked = exact(machine, peek, arrives_in_backward=leaves)
+        assert found.waits(forward, 1 - forward) == pytest.approx(walked, abs=0.03 * (1 + walked))
+
+
+def test_a_peek_moves_16_bytes_and_fewer_with_smaller_moments() -> None:
+    for state, moved in (("float32", 16), ("bfloat16", 12), ("int8", 10.06)):
+        plan = streamed(update_rule="exact", state_dtype=state)
+        assert traffic_of(plan).peeked == pytest.approx(moved, abs=0.01)
+
+
+def test_only_estimates_need_block_means() -> None:
+    ups = {rule: traffic_of(streamed(update_rule=rule)).up for rule in ("predictive", "exact")}
+    assert ups == {"predictive": 2 + 4 / 32, "exact": 2}
+
+
+def test_without_waits_only_the_first_chunk_is_exposed() -> None:
+    plan = streamed(update_rule="exact", gradients_on_host=True)
+    found = lanes(plan, 0.1, 0.2)
+    first = (peek_of(plan, 0.2) + found.up) * CHUNKS
+    assert found.waits(1 / 3, 2 / 3) == pytest.approx(first) == pytest.approx(found.exposed)

@@ -3,13 +3,14 @@ accelerator and with how many threads the host steps the rest, and says what lim
 
 The synchronous steps at the start come first: the passes of some run with several thread counts,
 which do not change results. After the first `WATCHED_STEPS` overlapped ones all ranks choose
-together (`plan.share`), and the share moves. A run whose steps never overlap chooses behind its
+together (`plan.times`), and the share moves. A run whose steps never overlap chooses behind its
 synchronous ones. A resumed run keeps its checkpoint's share. If that was not chosen on this
 machine, the run chooses by the same way, from its overlapped steps alone if no other ones are left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from deepspeed_ext.config import ZenFlowConfig
@@ -18,35 +19,21 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.runtime.timing import Stopwatch
-from deepspeed_ext.zenflow.built_parts import partition_of, prepare_kernels
+from deepspeed_ext.zenflow.plan import times
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import (
-    MEASURED_STEPS,
-    SETTLING_STEPS,
-    UNITS,
-    WATCHED_STEPS,
-    ChainTimes,
-    MeasuredStep,
-    best_threads,
-    chosen_share,
-    least_units,
-    limit_line,
-    probed_threads,
-    times_of,
-    with_heads,
-    with_host_share,
-)
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import StepPlan
 from deepspeed_ext.zenflow.transfers.landing import landing_buffers
 
 __all__ = ["FirstSteps", "move"]
 
 
 class FirstSteps:
-    """Observes a run until everything is chosen and said.
+    """Observes a run until everything is chosen and said. Every rank of the model has one, or
+    none.
 
     Args:
         config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
@@ -75,7 +62,7 @@ class FirstSteps:
         self._chooses_share = chooses_share
         self._steps = 0  # successive ones that all waited for their own update, or all overlapped
         self._passes: list[float] = []
-        self._alone: MeasuredStep | None = None  # a typical synchronous step
+        self._alone: times.MeasuredStep | None = None  # a typical synchronous step
         self._is_over = False
         metrics.estimating = Stopwatch() if chooses_share else None
 
@@ -89,7 +76,7 @@ class FirstSteps:
             self._note_alone(host)
         if waited is not schedule.plan().waits_last:  # the coming step is of the other kind
             self._steps = 0
-        enough = MEASURED_STEPS if waited else WATCHED_STEPS
+        enough = times.MEASURED_STEPS if waited else times.WATCHED_STEPS
         if self._steps < enough or not schedule.is_settled:
             return
         if waited and host.decided.rule.overlapped:
@@ -101,18 +88,18 @@ class FirstSteps:
         self._is_over = True
         step = None if waited else self._metrics.typical_step()
         if step is not None and host.ranks.rank == 0:
-            logger.info(limit_line(step, self._cores))
+            logger.info(times.limit_line(step, self._cores))
 
     def _note_alone(self, host: HostOptimizer) -> None:
         """A synchronous step has ended: note its pass, and set the threads of the next one."""
-        if self._steps > SETTLING_STEPS:
-            self._passes.append(self._metrics.worker_seconds)
+        if self._steps > times.SETTLING_STEPS:
+            self._passes.append(self._metrics.newest.get("worker", math.inf))
             self._alone = self._metrics.typical_step()
-        coming = probed_threads(self._counts)[len(self._passes) :]
+        coming = times.probed_threads(self._counts)[len(self._passes) :]
         if coming and host.rule.schedule.plan().waits_last:
             self._limit(host, coming[0])
         else:
-            self._limit(host, best_threads(self._counts, self._passes))
+            self._limit(host, times.best_threads(self._counts, self._passes))
 
     def _limit(self, host: HostOptimizer, threads: int) -> None:
         if threads != self.threads:
@@ -125,18 +112,18 @@ class FirstSteps:
         self.is_chosen, self._metrics.estimating = True, None
         if not self._chooses_share:
             return False
-        plan, mine = host.decided, (ChainTimes(0.0, 0.0), UNITS)
+        plan, mine = host.decided, (times.ChainTimes(0.0, 0.0), times.UNITS)
         with host.link.deferring_errors():
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             beside = self._metrics.typical_step() if plan.rule.overlapped else None
-            units = least_units(plan, memory.unused_accelerator_bytes() - reserve)
-            mine = times_of(plan, self._alone, beside), units
-        share, why = chosen_share(plan, host.ranks.gather_objects(mine))
+            units = times.least_units(plan, memory.unused_accelerator_bytes() - reserve)
+            mine = times.times_of(plan, self._alone, beside), units
+        share, why = times.chosen_share(plan, host.ranks.gather_objects(mine))
         moves = share < plan.host_share
         if moves:
             # the next step publishes y again, without what moves
             host.state.expose(shows_moments=False)
-            moves = move(host, with_host_share(plan, share, why))
+            moves = move(host, times.with_host_share(plan, share, why))
             why = why if moves else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
             ratio = f"offload_optimizer.ratio is {host.decided.host_share:.4g}"
@@ -152,7 +139,7 @@ class FirstSteps:
                 moved keeps its own.
             threads: those that were chosen on this machine; None: there was no choice here.
         """
-        is_kept = bool(host.ranks.minimum(int(threads is not None))[0])
+        is_kept = host.ranks.all(threads is not None)
         if self._chooses_share:
             is_kept &= self._take_over(host, heads)
         self._steps, self._passes, self._alone = 0, [], None
@@ -174,7 +161,7 @@ class FirstSteps:
         if plan.has_heads or not (wants and fits_all):
             return bool(fits_all) and bool(wants) is plan.has_heads
         share = 1.0 - sum(heads) / max(1, sum(sizes))
-        return move(host, with_heads(plan, heads, share, "the checkpoint's"))
+        return move(host, times.with_heads(plan, heads, share, "the checkpoint's"))
 
 
 def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
@@ -201,7 +188,7 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
         with link.deferring_errors():
             link.stream.restore()
         return False
-    prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
+    host.kind.prepare_kernels(plan, weights, warns=ranks.rank == 0)
     with link.deferring_errors():
         heads.take()
     buffers = landing_buffers(plan, ranks)
@@ -211,7 +198,7 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     with link.deferring_errors():
         link.relay(plan, buffers)
         partitions = [
-            partition_of(plan, index, state, link.arena)
+            Partition.of(plan, index, state, link.arena)
             for index, state in enumerate(host.state.wholes)
         ]
         host.move_to(plan, partitions, heads)
