@@ -51,6 +51,7 @@ class Way:
     chunks: int = 16
     section: tuple[tuple[str, Any], ...] = ()
     """More fields of the ``zenflow`` section."""
+    settling: int = SETTLING_STEPS
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -126,7 +127,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             steps(engine, WARM_UP_STEPS - SETTLING_STEPS)
             with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
                 begun = moment()
-                steps(engine, SETTLING_STEPS)
+                steps(engine, way.settling)
                 ends = [moment()]
                 for _ in range(STEPS):
                     steps(engine, 1)

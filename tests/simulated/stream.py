@@ -21,6 +21,8 @@ PASSES, LINK = (0.25, 0.5, 1.0, 2.0, 4.0), 0.1
 """What the pass and the copies each way take, in steps without both."""
 BETWEEN = 2
 """Operators of the accelerator between backward and the forward."""
+SETTLING_STEPS = 16
+"""Until the share of peeks has found its place."""
 LEAVES = ("gradients_on_host", True)
 WAYS = {
     "exact": (("update_rule", "exact"), LEAVES),
@@ -36,7 +38,7 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
     whole, peek, prediction = MOVED[moments]
     parts = {"PEEK_OF_PASS": peek / whole, "PREDICTION_OF_PASS": prediction / whole}
     section = (*WAYS[name], ("state_dtype", moments), ("autotune", False))
-    way = Way(3, ranks, 1, False, LAYERS, CHUNKS, section)
+    way = Way(3, ranks, 1, False, LAYERS, CHUNKS, section, SETTLING_STEPS)
     cells, loads = [], [(LINK, each) for each in PASSES]
     for (link, worker), found in zip(loads, figures(way, loads, parts), strict=True):
         operator = OPERATOR_US * found["step"] / found["us"]
@@ -44,7 +46,8 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
         rest = 1.0 - forward - between
         machine = Machine(forward, rest, link, worker, CHUNKS, None, between)
         early = {"exact": parts["PEEK_OF_PASS"], "predictive": parts["PREDICTION_OF_PASS"]}
-        said = exact(machine, early[name] * worker) if name in early else None
+        every = name == "predictive"
+        said = exact(machine, early[name] * worker, every=every) if name in early else None
         off = "" if said is None else f", {(found['step'] - 1.0 - said) / (1.0 + said):+.1%}"
         cells.append(f"{found['step'] - 1.0:.3f}{off}; {zero_offload(machine):.3f}")
     return cells

@@ -45,23 +45,32 @@ class Machine:
         return link, self.worker / self.chunks, link
 
 
-def exact(machine: Machine, peek: float, *, arrives_in_backward: bool = True) -> float:
-    """What a step waits under the exact rule, whose peek over everything takes `peek`: each
-    module's forward begins when the one before has ended and its chunk has arrived, and each
-    chunk's gradient reaches its slot when the pass over the last one there has ended."""
+def exact(
+    machine: Machine, peek: float, *, arrives_in_backward: bool = True, every: bool = False
+) -> float:
+    """What a step waits under the exact rule, whose peek over everything takes `peek`, with peeks
+    at `every` chunk or at the best number of them: each module's forward begins when the one before
+    has ended and its chunk has arrived, and each chunk's gradient reaches its slot when the pass
+    over the last one there has ended."""
     down, passed, up = machine.parts
     down, part = (0.0 if arrives_in_backward else down), machine.forward / machine.chunks
-    arrived = worker = sent = 0.0
-    now = machine.between
-    for _ in range(machine.chunks):
-        arrived += down
-        worker = max(worker, arrived) + peek / machine.chunks
-        sent = max(sent, worker) + up
-        now = max(now, sent) + part
-    for _ in range(machine.chunks):
-        worker += passed
-        now = max(now + machine.backward / machine.chunks, worker)
-    return now - machine.step - machine.between
+
+    def end(peeked: int) -> float:
+        arrived = worker = sent = 0.0
+        now = machine.between
+        for number in range(machine.chunks):
+            arrived += down
+            first = peek / machine.chunks if number < peeked else passed
+            worker = max(worker, arrived) + first
+            sent = max(sent, worker) + up
+            now = max(now, sent) + part
+        for number in reversed(range(machine.chunks)):
+            worker += passed if number < peeked else 0.0
+            now = max(now + machine.backward / machine.chunks, worker if number < peeked else 0.0)
+        return now
+
+    numbers = (machine.chunks,) if every else range(machine.chunks + 1)
+    return min(map(end, numbers)) - machine.step - machine.between
 
 
 def zero_offload(machine: Machine) -> float:

@@ -14,10 +14,11 @@ slots                 whole gradients, or a few that chunks take in turn
 ====================  ===========================================================================
 
 The next forward needs exact weights, not the new state. So under the exact rule the worker first
-*peeks* at every chunk, in the order in which the forward uses them: it computes the new weights and
+*peeks* at chunks, in the order in which the forward uses them: it computes the new weights and
 writes nothing else, which moves 16 bytes per element where a pass moves 28 (fp32 moments). The
-passes follow, in reverse order, because backward needs the slots of the last chunks first. Both run
-the same arithmetic on the same values, so the weights are those of a step that waits, to the bit.
+passes follow, in reverse order, because backward needs the slots of the last chunks first; where
+backward is too short to hide all of them, the last chunks are passed at once (`PeekShare`). Both
+run the same arithmetic on the same values, so weights are those of a step that waits, to the bit.
 Under the predictive rule the courier predicts in place of the peek, where gradients wait on the
 host: from g and from the y of the step before, in another slot, which moves 6 bytes per element.
 Where a peek would hide nothing (the CPU is the accelerator, and shares its cores with the worker),
@@ -43,7 +44,7 @@ from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.transfers import copying
-from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, split
+from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, PeekShare, split
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -144,6 +145,9 @@ class Stream:
         self.chunks = ChunkOrder(self._numels, self._block_size, self._chunk_numel)
         self._gradients, self._published, self._means = _arrays(plan, arena)
         self._peeks = plan.peeks
+        self._share = PeekShare()
+        # the accelerator's waits for weights and for passes, and its steps
+        self._for_weights, self._for_passes, self._whole = Stopwatch(), Stopwatch(), Stopwatch()
         self._slots = [
             Slot(
                 arena.tensor("y", OF_CHUNKS, key.slot),
@@ -235,7 +239,8 @@ class Stream:
         for key in self.chunks.touched([(index, span)]):
             if (passed := self._passed.pop(key, None)) is not None:
                 assert self._courier is not None
-                self._courier.wait(within, passed)
+                with self._for_passes.measured():
+                    self._courier.wait(within, passed)
 
     # -- the way to the worker, and back -----------------------------------------------------------
 
@@ -264,8 +269,11 @@ class Stream:
         departed = copying.recorded(get_accelerator().current_stream()) if self._lifts else None
         if self._up is not None:  # whatever has read the old weights was launched before
             self._up.wait_event(departed)
+        peeked = self._peeked(len(chunks)) if self._peeks else 0
         parcels = [
-            self._parcel(*chunk, number, departed, predicts.get(chunk[1].partition))
+            self._parcel(
+                *chunk, number, departed, predicts.get(chunk[1].partition), peeks=number < peeked
+            )
             for number, chunk in enumerate(chunks)
         ]
         at_once = len(self._predicted if predicts else self._slots) or None
@@ -278,12 +286,21 @@ class Stream:
             elif self._courier.is_idle:  # otherwise other chunks may be in the slots
                 for parcel in parcels[:at_once]:
                     parcel.send()
-        if self._peeks or predicts:
-            for span, task in reversed(chunks):
-                parcels.append(Parcel(tuple, replace(task, span=span)))
-                if not predicts:  # the next gradient goes to the other slot
-                    self._passed[task.partition, span.begin] = parcels[-1].here
+        passes = list(zip(chunks[peeked:], parcels[peeked:], strict=True)) if self._peeks else []
+        for span, task in reversed(chunks if predicts else chunks[:peeked]):
+            parcels.append(Parcel(tuple, replace(task, span=span)))
+            passes.append(((span, task), parcels[-1]))
+        if not predicts:  # the next gradient goes to the other slot
+            self._passed |= {(task.partition, span.begin): x.here for (span, task), x in passes}
         self._courier.send(parcels, self._process, at_once)
+
+    def _peeked(self, count: int) -> int:
+        """How many of a step's chunks are peeked at."""
+        self._whole.stop()
+        self._whole.start()
+        watches = self._for_weights, self._for_passes, self._whole
+        self._share.follow(*(sum(watch.lap()) for watch in watches))
+        return self._share.of(count)
 
     def _submit(self, chunks: Sequence[tuple[Span, WorkerTask]]) -> None:
         """Send the tasks of chunks from this thread, in one message as many as have the elements of
@@ -298,7 +315,14 @@ class Stream:
                 batch, numel = [], 0
 
     def _parcel(
-        self, span: Span, task: WorkerTask, number: int, departed: Any, predict: Predict | None
+        self,
+        span: Span,
+        task: WorkerTask,
+        number: int,
+        departed: Any,
+        predict: Predict | None,
+        *,
+        peeks: bool,
     ) -> Parcel:
         """A chunk on its first visit: its way down, what gives its weights or y, its way up."""
         index, part, key = task.partition, slice(*span), (task.partition, span.begin)
@@ -313,8 +337,8 @@ class Stream:
             task, source = replace(task, span=span), self._published[index][task.slot][part]
         else:
             source, number = slot.published[: span.numel], number % len(self._slots)
-            kind = "peek_slot" if self._peeks else "chunk_slot"
-            task = replace(task, span=span, **{kind: number})
+            kind = "weights_slot" if self._peeks else "chunk_slot"
+            task = replace(task, span=span, peeks=peeks, **{kind: number})
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         lands = bool(self._buffers) and key not in self._awaited
         if lands:
@@ -493,7 +517,8 @@ class Stream:
         weights = self.weights[index]()[part]
         sent = self._here[key]
         if self._courier is not None and not isinstance(sent, int):
-            self._courier.wait(within, sent)
+            with self._for_weights.measured():
+                self._courier.wait(within, sent)
         elif isinstance(sent, int):
             self._process.wait_for(sent, within=within)
             weights.copy_(self._published[index][self._newest_slot[index]][part])

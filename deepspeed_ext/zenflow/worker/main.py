@@ -167,18 +167,19 @@ class _Worker:
                 return part(kind, work.slot)
             return arena.array(kind, OF_CHUNKS, chunk_slot).part(0, span.numel)
 
-        peeks, known = work.peek_slot is not None, layout.per_block[0]
+        y_slot = work.chunk_slot if work.weights_slot is None else work.weights_slot
+        known = layout.per_block[0]
         return Pass(
             layout,
             tuple(map(part, layout.kept)),
-            passing("y", work.peek_slot if peeks else work.chunk_slot),
+            passing("y", y_slot),
             size,
             work.publish,
             None if work.step is None else passing("g", work.chunk_slot),
             work.step,
             part(known) if arena.has(known, work.partition) else None,
             p.before + span.begin,
-            peeks,
+            work.peeks,
         )
 
 

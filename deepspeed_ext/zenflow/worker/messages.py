@@ -92,9 +92,10 @@ class WorkerTask:
     chunk_slot: int | None = field(default=None, kw_only=True)
     """The chunk slot that holds the part's gradient and then its y; None: the partition's own
     slots."""
-    peek_slot: int | None = field(default=None, kw_only=True)
-    """Only compute y, into this slot for weights of chunks, and change nothing else; None: take the
-    step."""
+    weights_slot: int | None = field(default=None, kw_only=True)
+    """The chunk slot for weights that receives y; None: y takes the gradient's place."""
+    peeks: bool = field(default=False, kw_only=True)
+    """Whether only y is computed, and nothing else changes; the same task without it follows."""
 
 
 class FilePart(NamedTuple):

@@ -75,7 +75,7 @@ class _WorkerTime:
             number = original(process, tasks)
             passes = [task for task in tasks if isinstance(task, WorkerTask)]
             spans = [task.span or Span(0, self._numels[task.partition]) for task in passes]
-            parts = [1.0 if task.peek_slot is None else PEEK_OF_PASS for task in passes]
+            parts = [PEEK_OF_PASS if task.peeks else 1.0 for task in passes]
             numel = sum(span.numel * part for span, part in zip(spans, parts, strict=True))
             us = numel * self._us_per_element
             begin = max(library.now_us(), *self._ends_us.values())
