@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["ChunkOrder", "Key", "PeekShare", "split"]
+__all__ = ["ChunkOrder", "Key", "split"]
 
 Key = tuple[int, int]
 """A partition and the first element of a chunk of it."""
 
 
-_FIRST_STEP, _LEAST_STEP = 0.25, 1 / 32
+_FIRST_CHANGE, _LEAST_CHANGE = 0.25, 1 / 32
 _NEGLIGIBLE = 0.01
 """Waits below this part of a step change nothing."""
 
@@ -28,6 +28,15 @@ class ChunkOrder:
     returns. `put_first` makes chunks of their own of it, which are small and travel before all
     others; otherwise a step would wait for every chunk that holds a norm.
 
+    Note: [how many chunks are peeked at]
+    A peek lets weights come earlier, and its pass follows behind backward, which waits for it. Let
+    the passes take P, peeks a P, the forward F and backward B. If the fraction f is peeked at, the
+    last weights come after P - f (1 - a) P and all passes end after P + f a P, so the forward is
+    late by P - f (1 - a) P - F, and the step by at least P + f a P - F - B. The greater of the two
+    is least where they are equal, at f = B / P: peek at what backward can hide the passes of.
+    Neither is known, so f follows the waits: less where steps wait for passes, more where they wait
+    for weights alone. Ranks need not agree: weights are the same to the bit.
+
     Args:
         numels: elements of each partition.
         chunk_numel: elements of a chunk, whole blocks; the last chunk of a partition may be
@@ -40,6 +49,7 @@ class ChunkOrder:
         self._first: set[Key] = set()
         self._uses: dict[Key, int] = {}  # place of each chunk in the last forward
         self._noted: dict[Key, int] = {}  # and in this one so far
+        self._fraction, self._change = 1.0, _FIRST_CHANGE
 
     def of(self, index: int) -> list[Span]:
         """The chunks of a partition, in the order of their elements."""
@@ -76,6 +86,28 @@ class ChunkOrder:
         if self._noted:
             self._uses, self._noted = self._noted, {}
 
+    def peeked(self, count: int) -> int:
+        """How many of `count` chunks are peeked at, from the first one on; see Note: [how many
+        chunks are peeked at]."""
+        return round(self._fraction * count)
+
+    def follow(self, for_weights: float, for_passes: float, whole: float) -> None:
+        """Adjust that number to some steps.
+
+        Args:
+            for_weights: seconds for which the accelerator waited for weights.
+            for_passes: seconds for which it waited for passes, before a gradient could take its
+                slot.
+            whole: seconds of the steps.
+        """
+        if max(for_weights, for_passes) <= _NEGLIGIBLE * whole:
+            return
+        way = 1.0 if for_passes <= _NEGLIGIBLE * whole else -1.0
+        factor = 2.0 if way * self._change > 0.0 else 0.5
+        size = min(_FIRST_CHANGE, max(_LEAST_CHANGE, factor * abs(self._change)))
+        self._change = way * size
+        self._fraction = min(1.0, max(0.0, self._fraction + self._change))
+
     def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
         """Let elements of partitions travel before all others, in every step; see Note: [weights
         that go first]. Call it before the first step."""
@@ -93,44 +125,6 @@ class ChunkOrder:
             chunks = [part for whole in self._spans[index] for part in _around(whole, first)]
             self._spans[index] = sorted([*first, *chunks])
             self._first |= {(index, span.begin) for span in first}
-
-
-class PeekShare:
-    """How many of a step's chunks are peeked at, from the first that the forward uses on; the pass
-    itself gives the weights of the others.
-
-    A peek lets weights come earlier, and its pass follows behind backward, which waits for it. Let
-    the passes take P, peeks a P, the forward F and backward B. With a share f of peeks, the last
-    weights come after P - f (1 - a) P and all passes end after P + f a P, so the forward is late by
-    P - f (1 - a) P - F, and the step by P + f a P - F - B at least. The greater of the two is least
-    where they are equal, at f = B / P: peek at what backward can hide the passes of.
-
-    Neither is known, so the share follows the waits: less where steps wait for passes, more where
-    they wait for weights alone. Ranks need not agree: weights are the same to the bit.
-    """
-
-    def __init__(self) -> None:
-        self._share, self._step = 1.0, _FIRST_STEP
-
-    def of(self, count: int) -> int:
-        """How many of `count` chunks are peeked at."""
-        return round(self._share * count)
-
-    def follow(self, waits: float, passes: float, whole: float) -> None:
-        """Adjust the share to one step or several.
-
-        Args:
-            waits: seconds for which the accelerator waited for weights.
-            passes: seconds for which it waited for passes, before a gradient could take its slot.
-            whole: seconds of the steps.
-        """
-        if max(waits, passes) <= _NEGLIGIBLE * whole:
-            return
-        more = passes <= _NEGLIGIBLE * whole
-        turns = more is (self._step < 0.0)
-        size = abs(self._step) / 2 if turns else min(abs(self._step) * 2, _FIRST_STEP)
-        self._step = max(size, _LEAST_STEP) if more else -max(size, _LEAST_STEP)
-        self._share = min(1.0, max(0.0, self._share + self._step))
 
 
 def split(whole: Span, most: int) -> Iterator[Span]:

@@ -17,8 +17,9 @@ The next forward needs exact weights, not the new state. So under the exact rule
 *peeks* at chunks, in the order in which the forward uses them: it computes the new weights and
 writes nothing else, which moves 16 bytes per element where a pass moves 28 (fp32 moments). The
 passes follow, in reverse order, because backward needs the slots of the last chunks first; where
-backward is too short to hide all of them, the last chunks are passed at once (`PeekShare`). Both
-run the same arithmetic on the same values, so weights are those of a step that waits, to the bit.
+backward is too short to hide all of them, the last chunks are passed at once (Note: [how many
+chunks are peeked at]). Both run the same arithmetic on the same values, so weights are those of a
+step that waits, to the bit.
 Under the predictive rule the courier predicts in place of the peek, where gradients wait on the
 host: from g and from the y of the step before, in another slot, which moves 6 bytes per element.
 Where a peek would hide nothing (the CPU is the accelerator, and shares its cores with the worker),
@@ -44,7 +45,7 @@ from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.transfers import copying
-from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, PeekShare, split
+from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, split
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -145,7 +146,6 @@ class Stream:
         self.chunks = ChunkOrder(self._numels, self._block_size, self._chunk_numel)
         self._gradients, self._published, self._means = _arrays(plan, arena)
         self._peeks = plan.peeks
-        self._share = PeekShare()
         # the accelerator's waits for weights and for passes, and its steps
         self._for_weights, self._for_passes, self._whole = Stopwatch(), Stopwatch(), Stopwatch()
         self._slots = [
@@ -299,8 +299,8 @@ class Stream:
         self._whole.stop()
         self._whole.start()
         watches = self._for_weights, self._for_passes, self._whole
-        self._share.follow(*(sum(watch.lap()) for watch in watches))
-        return self._share.of(count)
+        self.chunks.follow(*(sum(watch.lap()) for watch in watches))
+        return self.chunks.peeked(count)
 
     def _submit(self, chunks: Sequence[tuple[Span, WorkerTask]]) -> None:
         """Send the tasks of chunks from this thread, in one message as many as have the elements of

@@ -3,19 +3,13 @@ not a device."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.simulated.overlap import LINK, WORKER, Way, figures
-from tests.support.models import batches, on_device
-from tests.support.ranks import on_sim, run_ranks
-from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.support.ranks import on_sim
 
 pytestmark = pytest.mark.sampled(2)
-
-STEPS = 6
 
 
 def overlap(link_gb_per_s: float) -> tuple[float, list[str]]:
@@ -45,51 +39,6 @@ def test_the_model_of_time_overlaps_lanes() -> None:
     assert (found, idle) == (lanes, pytest.approx(0, abs=0.01))
     ((idle, _),) = on_sim(overlap, 5)  # both in 800 us, at the same time
     assert idle == pytest.approx(0.5, abs=0.01)
-
-
-def modelled(config: dict[str, Any], ns_per_element: float) -> dict[str, float]:
-    """Train a few steps with a worker of this speed: microseconds by lane, and of the worker alone
-    with the clock."""
-    from tests.support.simulated_accelerator import simulation
-    from tests.support.simulated_accelerator.worker_time import worker_time
-
-    engine = make_engine(config)
-    data = [on_device(batch) for batch in batches(4 + STEPS, 0)]
-    train(engine, data[:4])
-    speeds = {"operator_us": 20.0, "memory_gb_per_s": 100.0, "link_gb_per_s": 0.1, "copy_us": 2.0}
-    with worker_time(ns_per_element), simulation.timeline(**speeds) as spans:
-        train(engine, data[4:])
-    engine.destroy()
-    found = {lane: 0.0 for lane in ("compute", "copy down", "copy up", "worker")}
-    for span in spans:
-        found[span.lane] = found.get(span.lane, 0.0) + span.end_us - span.begin_us
-    return {
-        **found,
-        "exposed worker": simulation.exposed_us(spans, ["worker"]),
-        "exposed copies": simulation.exposed_us(spans),
-        "all": max(span.end_us for span in spans) - min(span.begin_us for span in spans),
-    }
-
-
-def steps_with(overlap: bool, ns_per_element: float) -> dict[str, float]:
-    config = zenflow_config(2, overlap_step=overlap)
-    return run_ranks(1, modelled, config, ns_per_element, device="sim", pool="simulated time")[0]
-
-
-def test_an_overlapped_pass_is_hidden_as_far_as_there_is_a_step_to_hide_it() -> None:
-    short = steps_with(overlap=True, ns_per_element=10)
-    assert short["worker"] < short["compute"]
-    assert short["exposed worker"] < 0.25 * short["worker"]
-    long = steps_with(overlap=True, ns_per_element=1000)
-    assert long["worker"] > long["compute"]
-    # The estimate, as torch operations of 20 us each, takes
-    # half as long as this small step, and hides nothing.
-    assert long["exposed worker"] < long["worker"] - 0.35 * long["compute"]
-
-
-def test_a_pass_that_is_waited_for_is_exposed() -> None:
-    waited_for = steps_with(overlap=False, ns_per_element=100)
-    assert waited_for["exposed worker"] == pytest.approx(waited_for["worker"])
 
 
 def test_the_engine_knows_how_long_the_accelerator_waits() -> None:
