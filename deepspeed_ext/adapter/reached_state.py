@@ -33,17 +33,11 @@ from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
-from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
+from deepspeed_ext.errors import CheckpointError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, warn_once
-from deepspeed_ext.runtime.ranks import (
-    RankGroup,
-    agreed,
-    communicating_on_host,
-    require_same_plan,
-    together,
-)
+from deepspeed_ext.runtime.ranks import RankGroup, communicating_on_host, together
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -341,7 +335,6 @@ class ReachedState:
         self.drain_together()
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list)
-        _require_same_position(saved, host.ranks)
         try:
             with host.state.quiet():
                 super_call(
@@ -418,16 +411,3 @@ class ReachedState:
         with self._host.state.quiet():
             super_call()
         self._host.state.replaced()
-
-
-def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
-    """Raise on every rank if the ranks' saved states are of different runs or steps, from which the
-    ranks would diverge."""
-    position: Any = None
-    if saved is not None:
-        position = saved.rule, saved.block_size, saved.updates, saved.schedule
-    try:
-        require_same_plan("continuing from the checkpoint", position, ranks)
-    except PlanMismatchError as error:
-        said = f"the ranks' saved ZenFlow states do not match: {error}"
-        raise agreed(CheckpointError(said), ranks) from None

@@ -55,7 +55,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_deferred",
         "adapter/engine.py:Engine._keeping_errors",
-        "adapter/reached_state.py:_require_same_position",
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
         "adapter/reached_state.py:ReachedState.take_from_weights",
