@@ -183,7 +183,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
         "rule": host.decided.rule.name,
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
-        "schedule": host.rule.schedule.state_dict(),
+        "schedule": asdict(host.rule.schedule.state),
         "updates": host.state.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
@@ -260,7 +260,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    host.rule.schedule.load_state_dict(asdict(saved.schedule))
+    host.rule.schedule.load(saved.schedule)
     host.state.counts = saved.counts
     host.state.bind()
     host.rule.restore(saved.partitions)

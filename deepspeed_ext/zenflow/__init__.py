@@ -61,14 +61,11 @@ moments. *Interval*: under the selective rule, optimizer steps whose gradients a
 together. *Hand over*: give the worker gradients, in their slots. *In flight*: handed over, with the
 result not applied yet.
 
-Modules: in `step`, `optimizer` takes gradients, hands them over and waits; `stream` moves them to
-the worker and its results to where they are used; `rule` is the interface of an update rule;
-`schedule` says what each step does, `partition` describes the data, and `metrics` measures.
-`optimizers` holds what depends on the user's optimizer: a file for Adam and one for Lion. `rules`
-holds the two rules, `predictive` and `selective`. `transfers` holds what the stream is made of, and
-`kernels` the arithmetic on the accelerator. `worker` holds the
-optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic over host
-memory. `plan` decides what lives where, from facts that `agreement` exchanges between ranks;
-`start` builds exactly that. `deepspeed_ext.checkpoint` saves,
-checks and restores the state.
+Modules: in `step`, `optimizer` takes gradients, hands them over and waits; `rule` is the interface
+of an update rule and of its schedule, which says what each step does; `partition` describes the
+data, `metrics` measures, and `first_steps` chooses the share. `optimizers` holds what depends on
+the user's optimizer, `rules` the two rules. `transfers` moves gradients to the worker and its
+results to where they are used, and `kernels` holds the arithmetic on the accelerator. `worker`
+holds the optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic
+over host memory. `plan` decides what lives where; `start` builds exactly that.
 """

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.cores.threads import unbound_threads
+from deepspeed_ext.cores.plan import unbound_threads
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory, proc
@@ -38,7 +39,14 @@ from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffe
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["ZenFlowStart", "start_optimizer", "with_timeout"]
+__all__ = [
+    "Piece",
+    "ZenFlowStart",
+    "largest_block_apart",
+    "mixed",
+    "start_optimizer",
+    "with_timeout",
+]
 
 
 def with_timeout(
@@ -73,7 +81,7 @@ class ZenFlowStart:
     """What an engine passes to its ZenFlow optimizer.
 
     Attributes:
-        config: the ``zenflow`` section, from `with_timeout`.
+        config: from `with_timeout`.
         ranks: the ranks that the model is spread over. They agree on every choice that changes
             weights, and an error on one is raised on all.
         undo: receives the callback that stops the worker and frees the arena, in case the engine's
@@ -248,3 +256,41 @@ def _state(
     return WholeState(
         group, weights, p.requires_grad_(), dict(zip(layout.names, moments, strict=True))
     )
+
+
+class Piece(NamedTuple):
+    """The elements of one parameter in a partition, from `begin` to `end` (exclusive)."""
+
+    begin: int
+    end: int
+    is_copy: bool
+    """Whether other tensor-parallel ranks have the same elements."""
+    name: str = ""
+    """What to call the parameter in a message."""
+
+
+def mixed(pieces: Sequence[Piece], block_size: int) -> list[str]:
+    """Names of the copies that share a block with a sharded parameter.
+
+    With tensor parallelism a rank has shards of some parameters and copies of others. An element's
+    estimate depends on the mean of v over its block. A block with elements of both kinds has a
+    different mean on each rank, so the copies would silently diverge.
+
+    Args:
+        pieces: of one partition, in any order.
+    """
+
+    def ends(piece: Piece) -> set[int]:  # only these blocks may be shared with another piece
+        return {piece.begin // block_size, (piece.end - 1) // block_size}
+
+    found = [piece for piece in pieces if piece.end > piece.begin]
+    divided = {block for piece in found if not piece.is_copy for block in ends(piece)}
+    return [piece.name for piece in found if piece.is_copy and ends(piece) & divided]
+
+
+def largest_block_apart(partitions: Sequence[Sequence[Piece]], block_size: int) -> int:
+    """The largest power of two up to `block_size` with which no copy shares a block."""
+    size = 1 << (block_size.bit_length() - 1)
+    while size > 1 and any(mixed(pieces, size) for pieces in partitions):
+        size //= 2
+    return size

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,6 @@ from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
 __all__ = [
     "Run",
-    "Steep",
     "guarded_config",
     "large_errors",
     "probing",
@@ -44,24 +44,6 @@ def probing(every: int, calm: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Steep:
-    """What a training of `SteepRegression` left behind.
-
-    Attributes:
-        losses: of each step.
-        errors: ``zenflow_prediction_error`` after each step.
-        trips, synchronous: the guard's figures at the end.
-        log: what the guard said.
-    """
-
-    losses: list[float]
-    errors: list[float]
-    trips: float
-    synchronous: float
-    log: list[tuple[str, str]]
-
-
 def steep_config(stage: int, lr: float = 0.1, **zenflow: Any) -> dict[str, Any]:
     """A config for `SteepRegression`, with blocks and betas at which only synchronous steps are
     stable."""
@@ -72,19 +54,19 @@ def steep_config(stage: int, lr: float = 0.1, **zenflow: Any) -> dict[str, Any]:
     return config
 
 
-def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int = 100) -> Steep:
-    """Body of a rank: train `SteepRegression`."""
+def train_steeply(config: dict[str, Any], steps: int) -> SimpleNamespace:
+    """Body of a rank: train `SteepRegression`. Returns the losses and ``zenflow_prediction_error``
+    of each step, the guard's figures at the end, and what it said."""
     losses, errors = [], []
-    with probing(every, calm), heard("prediction of the weights") as log:
+    with probing(4, 100), heard("prediction of the weights") as log:
         engine = make_engine(config, model=SteepRegression)
         for batch in SteepRegression.batches(steps, dist.get_rank()):
             losses += train(engine, [batch])
             figures = engine.optimizer.host_optimizer.measurements()
             errors.append(figures.get("zenflow_prediction_error", math.nan))
         engine.destroy()
-    return Steep(
-        losses, errors, figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"], log
-    )
+    guard = figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"]
+    return SimpleNamespace(losses=losses, errors=errors, guard=guard, log=log)
 
 
 def large_errors(
@@ -144,7 +126,6 @@ def run_guarded(
     large_until: int = 0,
     load: str = "",
     save: str = "",
-    probe: tuple[int, int] = (1, 2),
 ) -> Run:
     """Body of a rank: optimizer steps `first` to `last` (exclusive, from 0) of a run whose errors
     are made up.
@@ -155,7 +136,6 @@ def run_guarded(
             they are.
         load: folder of the checkpoint to begin from.
         save: folder of the checkpoint to write at the end.
-        probe: arguments of `probing`.
     """
     allow_fp16()
     run, owner = Run(), dist.get_world_size() - 1
@@ -171,7 +151,7 @@ def run_guarded(
 
     advance_as_usual = PredictiveSchedule.advance
     with (
-        probing(*probe),
+        probing(1, 2),
         patch.object(Sample, "errors", counted),
         patch.object(PredictiveSchedule, "advance", advance),
     ):

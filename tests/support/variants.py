@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -454,7 +454,7 @@ def overflowing(config: dict[str, Any], variant: Variant) -> list[tuple[bool, bo
 
     def state() -> tuple[Any, ...]:
         host = engine.optimizer.host_optimizer
-        rates = copy.deepcopy(host.rule.schedule.state_dict()), engine.get_lr()
+        rates = asdict(host.rule.schedule.state), engine.get_lr()
         return weights_of(engine), masters_of(engine), *rates
 
     for number, batch in enumerate(batches(STEPS, dist.get_rank())):

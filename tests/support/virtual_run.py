@@ -80,10 +80,18 @@ class _Ranks:
     def minimum(self, *values: int) -> tuple[int, ...]:
         return values
 
+    def all(self, flag: bool) -> bool:
+        return flag
+
     def gather_objects(self, mine: tuple[ChainTimes, int]) -> list[tuple[ChainTimes, int]]:
         times, units = mine
         slower = (replace(times, worker=times.worker * by) for by in self._slower)
         return [mine, *((each, units) for each in slower)]
+
+
+def _move(host: Any, plan: ZenFlowPlan) -> bool:
+    host.decided = plan
+    return True
 
 
 class VirtualRun:
@@ -151,12 +159,8 @@ class VirtualRun:
     def run(self, steps: int) -> None:
         """Take so many steps."""
 
-        def move(host: Any, plan: ZenFlowPlan) -> bool:
-            host.decided = plan
-            return True
-
         with (
-            patch.object(first_steps, "move", move),
+            patch.object(first_steps, "move", _move),
             patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
             patch.object(memory, "unused_accelerator_bytes", lambda: self._room),
         ):
@@ -184,9 +188,5 @@ class VirtualRun:
         is_chosen = saved.first_steps.is_chosen and not is_elsewhere
         threads = saved.first_steps.threads if is_chosen else None
 
-        def move(host: Any, plan: ZenFlowPlan) -> bool:
-            host.decided = plan
-            return True
-
-        with patch.object(first_steps, "move", move):
+        with patch.object(first_steps, "move", _move):
             self.first_steps.resume(self.host, heads, threads)

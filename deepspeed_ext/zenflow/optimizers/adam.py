@@ -114,7 +114,7 @@ class AdamKind(OptimizerKind):
             )
 
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> AdamStep:
-        """As in the base class; `grad_scale` changes its sign if the group is maximized."""
+        """`grad_scale` changes its sign if the group is maximized."""
         beta1, beta2 = group["betas"]
         sign = -1.0 if group.get("maximize") else 1.0
         return AdamStep(
@@ -187,12 +187,10 @@ def held_adam(
     fp32_optimizer_states: bool = True,
     **others: Any,
 ) -> torch.optim.Optimizer:
-    """Torch's Adam or AdamW with the arguments and defaults of ``DeepSpeedCPUAdam``.
+    """Torch's Adam or AdamW with the arguments and defaults of ``DeepSpeedCPUAdam``, `theirs`.
 
     Args:
-        theirs: that class.
-        parameters, weight_decay, adamw_mode, others: as there.
-        bias_correction: as there; parameter groups store False, and nothing otherwise.
+        bias_correction: parameter groups store False, and nothing otherwise.
         fp32_optimizer_states: ignored: without it, the state has the dtype of the masters, which
             is fp32 here anyway.
     """

@@ -32,11 +32,8 @@ _REHEARSED_NUMEL = 1 << 16
 class OptimizerKind(ABC):
     """The user's optimizer, as ZenFlow runs it.
 
-    Methods with `steps` take constants that `step` made. y and "the per-block array" are as in
+    `step` makes the constants that other methods take. y and "the per-block array" are as in
     `deepspeed_ext.zenflow`.
-
-    Attributes:
-        layout: the optimizer's state.
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight.
@@ -58,7 +55,7 @@ class OptimizerKind(ABC):
     @classmethod
     @abstractmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this class runs the user's `optimizer`."""
+        """Whether this class runs `optimizer`."""
 
     # -- hyperparameters ---------------------------------------------------------------------------
 
@@ -79,7 +76,6 @@ class OptimizerKind(ABC):
             self._require_group(group, place, predicts=predicts)
 
     def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
-        """Check one parameter group; `place` names it."""
         try:
             constants = self.constants(group, 1, 1.0)
         except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
@@ -93,23 +89,13 @@ class OptimizerKind(ABC):
                 raise ConfigError(f"{place} has {field.name} = {value}, expected a finite number")
 
     def step(self, group: int, number: int, grad_scale: float) -> Any:
-        """The constants of one update, from the current hyperparameters.
-
-        Args:
-            group: index of the parameter group.
-            number, grad_scale: see `constants`.
-        """
+        """`constants` from the current hyperparameters of the parameter group with this index."""
         return self.constants(self.optimizer.param_groups[group], number, grad_scale)
 
     @abstractmethod
     def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> Any:
-        """The constants of one update: a frozen dataclass, `Passes.step_type`.
-
-        Args:
-            group: a parameter group's hyperparameters.
-            number: number of the update, from 1.
-            grad_scale: multiplies the gradient.
-        """
+        """The constants of update `number`, from 1, whose gradient is multiplied by `grad_scale`: a
+        frozen dataclass, `Passes.step_type`."""
 
     @abstractmethod
     def step_value(self, updates: int) -> torch.Tensor | int:
@@ -151,7 +137,6 @@ class OptimizerKind(ABC):
         numbers for each block; by default the per-block array.
 
         Args:
-            last: the newest update's constants.
             per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
         """
         return per_block
@@ -171,9 +156,9 @@ class OptimizerKind(ABC):
         Args:
             known: from `known`, of the blocks of these elements.
             weights: written in place; 1-D [n], any float dtype, any device.
-            published: y, 1-D [n], any float dtype, any device.
-            grad: the gradient, 1-D [n], any float dtype.
-            step: its constants.
+            published: y, likewise.
+            grad: 1-D [n], any float dtype.
+            step: the gradient's constants.
         """
 
     # -- the share on the accelerator --------------------------------------------------------------
@@ -187,7 +172,6 @@ class OptimizerKind(ABC):
             state: p, fp32, and the moments in their own dtypes, [k, block_size], one row per block;
                 then the scales of codes, [k].
             grad, weights: [k, block_size], any float dtype, on their device.
-            step: the update's constants.
         """
         raise NotImplementedError
 

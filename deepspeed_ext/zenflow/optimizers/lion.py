@@ -95,16 +95,9 @@ def held_lion(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """A ``DeepSpeedCPULion`` without its compiled operator, which is never called, because its
-    parameters have no gradients.
-
-    It has this class because DeepSpeed checks for it, and torch has no Lion.
-
-    Args:
-        theirs: the class.
-        model_params, lr, betas, weight_decay: as there.
-        fp32_optimizer_states: ignored: the masters are fp32.
-    """
+    """A ``DeepSpeedCPULion``, `theirs`, without its compiled operator, which is never called,
+    because its parameters have no gradients. DeepSpeed checks for this class, and torch has no
+    Lion. `fp32_optimizer_states` is ignored: the masters are fp32."""
     optimizer = theirs.__new__(theirs)
     torch.optim.Optimizer.__init__(
         optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}

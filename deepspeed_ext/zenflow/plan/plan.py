@@ -209,9 +209,8 @@ class ZenFlowPlan:
             return 0
         dtypes = self.caller.gradient_dtype, self.caller.weights_dtype
         item = max(DTYPE_BYTES[dtype] for dtype in dtypes)
-        size, layout, of_block = self.rule.block_size, self.rule.layout, 0
-        if self.lifts_per_block:
-            of_block = self.rule.per_block_width * DTYPE_BYTES[layout.per_block[1]]
+        of_block = self.rule.per_block_bytes if self.lifts_per_block else 0
+        size = self.rule.block_size
         return sum(
             each.times * (each.on_host * item + -(-each.on_host // size) * of_block)
             for each in self.partitions

@@ -42,8 +42,8 @@ class RuleBytes:
     """Bytes that a rule takes for a partition, where its gradients are.
 
     Attributes:
-        kept: kept besides the weights, by kind.
-        saved: size of each tensor in a checkpoint, besides the arena.
+        kept: besides the weights, by kind.
+        saved: of each tensor in a checkpoint, besides the arena.
         step: maximum temporaries while the weights are computed.
     """
 
@@ -58,16 +58,15 @@ class RuleSettings:
     see the fields of the same names in `ZenFlowConfig`.
 
     Attributes:
-        name: the rule's name in configs and checkpoints.
+        name: in configs and checkpoints.
         limits: why the rule runs only Adam with fp32 moments, on data-parallel ranks, and with no
             share on the accelerator; empty: it has none of these limits.
         steps_beside_worker: whether the rule steps blocks where the gradients are, and so predicts
             nothing.
-        overlapped: whether steps after the warm-up are overlapped.
         warm_up_steps: synchronous steps at the start; None: the schedule chooses.
-        block_size: elements per block; the worker splits its work at block boundaries.
         layout: the optimizer's state.
         warning: what the user should know of the settings; None: nothing.
+        prediction_error_factor: 0: no guard.
     """
 
     name: ClassVar[str] = "predictive"
@@ -80,7 +79,6 @@ class RuleSettings:
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
     warning: str | None = field(default=None, kw_only=True)
     prediction_error_factor: float = field(default=0.0, kw_only=True)
-    """0: no guard."""
 
     def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
         """The bytes that the rule takes for a partition.
@@ -120,6 +118,11 @@ class RuleSettings:
     def per_block_width(self) -> int:
         """See `StateLayout`."""
         return self.layout.per_block_width(self.block_size)
+
+    @property
+    def per_block_bytes(self) -> int:
+        """Its bytes for one block."""
+        return self.per_block_width * DTYPE_BYTES[self.layout.per_block[1]]
 
     def head_bytes(self, numel: int) -> int:
         """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
@@ -204,7 +207,6 @@ def settings_of(
     """The settings of the config's rule.
 
     Args:
-        layout: the optimizer's state.
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:

@@ -110,9 +110,6 @@ NOT_LIMITED = 0.05
 
 # -- what follows from speeds ---------------------------------------------------------------------
 
-_NUMEL = 1 << 20
-"""Elements of a model partition from which bytes per element are derived."""
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -162,9 +159,9 @@ class Lanes:
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
     """What a step moves: every gradient goes down; y, and what estimates are made from, come up. A
     pass reads and writes the state, reads the gradient and writes y, after a peek once more."""
-    layout, arrays = plan.rule.layout, plan.arrays_of(0, _NUMEL)
-    state = sum(each.nbytes for each in arrays if each.kind in layout.kept) / _NUMEL
-    means = sum(each.nbytes for each in arrays if each.kind == layout.per_block[0]) / _NUMEL
+    rule, size = plan.rule, plan.rule.block_size
+    state = rule.head_bytes(size) / size
+    means = rule.per_block_bytes / size if rule.estimates else 0.0
     gradient, y = DTYPE_BYTES[plan.caller.gradient_dtype], DTYPE_BYTES[plan.caller.weights_dtype]
     return Traffic(gradient, y + means, gradient + 2 * state + y + means, gradient + state + y)
 

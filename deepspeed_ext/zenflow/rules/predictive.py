@@ -26,7 +26,7 @@ The guard is a circuit breaker, a state machine over the outcomes::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import add, itemgetter
@@ -213,12 +213,11 @@ class PredictiveSchedule(Schedule):
         self.state = replace(self.state, guard=before.judged(excess))
         return self.state.guard.synchronous is not before.synchronous
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: PredictiveState) -> None:
         """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
         again."""
-        guard = GuardState(**dict(state["guard"]))
-        is_released = guard.synchronous and not self._guarded
-        super().load_state_dict({**state, "guard": GuardState() if is_released else guard})
+        is_released = state.guard.synchronous and not self._guarded
+        super().load(replace(state, guard=GuardState()) if is_released else state)
 
 
 @dataclass

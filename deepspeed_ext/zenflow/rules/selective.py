@@ -67,8 +67,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePlan(StepPlan):
-    """Describes one optimizer step. If it waits first, it applies the result of an earlier
-    hand-over; if it waits last, that of its own.
+    """If the step waits first, it applies the result of an earlier hand-over; if it waits last,
+    that of its own.
 
     Attributes:
         collected: gradients of the interval before this step's.

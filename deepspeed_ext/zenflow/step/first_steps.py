@@ -10,6 +10,7 @@ machine, the run chooses by the same way, from its overlapped steps alone if no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from deepspeed_ext.config import ZenFlowConfig
@@ -92,7 +93,7 @@ class FirstSteps:
     def _note_alone(self, host: HostOptimizer) -> None:
         """A synchronous step has ended: note its pass, and set the threads of the next one."""
         if self._steps > times.SETTLING_STEPS:
-            self._passes.append(self._metrics.newest["worker"])
+            self._passes.append(self._metrics.newest.get("worker", math.inf))
             self._alone = self._metrics.typical_step()
         coming = times.probed_threads(self._counts)[len(self._passes) :]
         if coming and host.rule.schedule.plan().waits_last:
@@ -138,7 +139,7 @@ class FirstSteps:
                 moved keeps its own.
             threads: those that were chosen on this machine; None: there was no choice here.
         """
-        is_kept = bool(host.ranks.minimum(int(threads is not None))[0])
+        is_kept = host.ranks.all(threads is not None)
         if self._chooses_share:
             is_kept &= self._take_over(host, heads)
         self._steps, self._passes, self._alone = 0, [], None

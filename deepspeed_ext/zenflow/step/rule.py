@@ -12,8 +12,8 @@ A schedule is a state machine over plain values. Overflowed steps neither query 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ __all__ = ["Schedule", "StepPlan", "UpdateRule"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Describes one optimizer step.
+    """What one optimizer step does.
 
     Attributes:
         wait: what waits for the worker's results.
@@ -73,7 +73,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def plan(self) -> Any:
-        """Describe the coming step: a `StepPlan`."""
+        """What the coming step does: a `StepPlan`."""
 
     @abstractmethod
     def advance(self, plan: Any) -> None:
@@ -92,8 +92,7 @@ class Schedule(ABC):
 
     @property
     def handed_over(self) -> int:
-        """Slot of the newest gradient that was handed over. It holds y until the slot's next
-        gradient."""
+        """Slot of the newest gradient that was handed over, which holds y until the slot's next."""
         slot: int = (self.state.written - 1) % self.ring
         return slot
 
@@ -107,13 +106,9 @@ class Schedule(ABC):
         """Start over with synchronous steps."""
         self.state = type(self.state)()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values. A resumed run begins with the first slot."""
-        return {name: value for name, value in asdict(self.state).items() if name != "written"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.state = type(self.state)(**state)
+    def load(self, state: Any) -> None:
+        """Continue from a saved `state`, with the first slot."""
+        self.state = replace(state, written=0)
 
 
 class UpdateRule:
@@ -144,9 +139,8 @@ class UpdateRule:
     # -- one optimizer step, in this order ---------------------------------------------------------
 
     def inspect(self) -> None:
-        """Inspect the update that has arrived, while its gradients are still in their slots, before
-        the step is planned. Called if the coming step waits first. A collective if the schedule
-        asks for it, on every rank or on none."""
+        """Inspect the update that has arrived, before the step is planned. Called if the coming
+        step waits first. A collective if the schedule asks for it, on every rank or on none."""
 
     def to_hand_over(
         self, plan: Any, partition: Partition, grad: torch.Tensor, step: Any
@@ -164,7 +158,7 @@ class UpdateRule:
         Args:
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
                 clipped.
-            step: its constants, made by `OptimizerKind.step`; they have the factor.
+            step: its constants, from `OptimizerKind.step`.
         """
         raise NotImplementedError
 

@@ -158,7 +158,8 @@ class OptimizerProcess:
         Raises:
             WorkerError: as for `wait`.
         """
-        self._await(lambda: self._done >= number, "answer within", timeout_seconds, within)
+        if self._done < number:
+            self._await(lambda: self._done >= number, "answer within", timeout_seconds, within)
 
     def wait_for_writes(self, within: Patience | None = None) -> float:
         """Wait until no submitted `ArenaWrite` still reads the arena.

@@ -36,7 +36,8 @@ SECONDS = 10.0
 
 CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
-        "adapter/enable.py:",
+        "adapter/engine.py:enable",
+        "adapter/engine.py:initialize",
         "adapter/contract.py:",
         "adapter/upstream.py:check",
         "adapter/upstream.py:entry_swaps",
@@ -98,7 +99,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective.py:SelectiveRule.write_weights",
         "adapter/reshard.py:Target.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
-        "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
+        "adapter/zero_partitions.py:ZeroPartitions.exchange_loaded",
     ),
     "cannot fail, and is around code with collectives": (
         "runtime/timing.py:in_profile",
@@ -106,7 +107,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:swapped",
         "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
-        "adapter/late_weights.py:",  # looks parameters up
+        "adapter/gather_hooks.py:LateWeights",  # looks parameters up
+        "adapter/gather_hooks.py:complete_weights_of",
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
@@ -146,11 +148,9 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
         "adapter/zenflow_parts.py:zenflow_of",
-        "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer._host_gradients",
-        "adapter/stage_3.py:ZenFlowZeroOptimizerStage3._host_gradients",
-        "adapter/zero_partitions.py:GroupPartitions.stand_in",
+        "adapter/zenflow_parts.py:StepsInProcess._host_gradients",
+        "adapter/zero_partitions.py:ZeroPartitions.stand_in",
         "adapter/zero_partitions.py:GroupPartitions.trained",
-        "adapter/zero_partitions.py:SubGroupPartitions.stand_in",
         "adapter/zero_partitions.py:SubGroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.waits_after_weights",
         "flatten/staging.py:NoMasters.__init__",
@@ -185,21 +185,17 @@ HARMLESS = {
     ),
     "called once after a step, so not in every save": ("zenflow/rules/guard.py:Sample.predicted",),
     "a file of the kernel that cannot be read counts as absent": ("runtime/proc.py:read_text",),
-    "plans do without the accelerator's NUMA node": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
-        *(
-            f"cores/binding.py:{name}"
-            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine")
-        ),
+        *(f"cores/binding.py:{name}" for name in ("CoreBinding._give_up", "_follow")),
         *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
         "cores/binding.py:start_pool",
         *(
-            f"cores/threads.py:{name}"
+            f"cores/host.py:{name}"
             for name in ("own_masks", "outside", "confine", "_set_mask", "restore")
         ),
         "cores/__init__.py:keep_mask",
-        "cores/topology.py:omp_binding",
-        "cores/topology.py:thread_masks",
+        "cores/host.py:omp_binding",
+        "cores/host.py:thread_masks",
     ),
 }
 """Where an injected failure need not be an error, by reason."""

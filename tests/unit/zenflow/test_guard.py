@@ -15,7 +15,6 @@ from deepspeed import comm as dist
 from deepspeed_ext.zenflow.rules.guard import Sample
 from deepspeed_ext.zenflow.step import link
 from tests.support.guarded import (
-    Run,
     guarded_config,
     large_errors,
     probing,
@@ -50,10 +49,7 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
     assert end < 2 * losses["synchronous"][50:60].mean(), (
         "the steps before the guard tripped were lost"
     )
-    assert [(run.trips, run.synchronous, len(run.log)) for run in found["guarded"]] == [
-        (1, 1, 1),
-        (1, 1, 0),
-    ]
+    assert [(*run.guard, len(run.log)) for run in found["guarded"]] == [(1, 1, 1), (1, 1, 0)]
     ((level, message),) = found["guarded"][0].log
     assert level == "WARNING"
     assert "of an update; rounding alone is " in message
@@ -121,12 +117,6 @@ TRIPPED, OVER = 6, 16
 second is the end."""
 
 
-def run_in(pool: str, ranks: int, *arguments: Any, **how: Any) -> list[Run]:
-    """`run_guarded` on ranks that are all alike: stage 3 replaces functions of torch in its process
-    by others."""
-    return run_ranks(ranks, run_guarded, *arguments, pool=pool, **how)
-
-
 @pytest.mark.parametrize(
     ("stage", "accumulation"), [(1, 2), (3, 1), pytest.param(2, 1, marks=pytest.mark.full)]
 )
@@ -153,12 +143,12 @@ def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: in
 def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit(
     stage: int, dtype: torch.dtype, accumulation: int, tmp_path: Path
 ) -> None:
-    config = guarded_config(stage, dtype, accumulation)
-    folder = str(tmp_path)
-    pool = f"guard {stage == 3}"
-    whole = run_in(pool, 2, config, 0, OVER, large_until=6)
-    first = run_in(pool, 2, config, 0, TRIPPED, large_until=6, save=folder)
-    second = run_in(pool, 2, config, TRIPPED, OVER, large_until=6, load=folder)
+    # stage 3 replaces functions of torch in its process by others
+    how: dict[str, Any] = {"large_until": 6, "pool": f"guard {stage == 3}"}
+    config, folder = guarded_config(stage, dtype, accumulation), str(tmp_path)
+    whole = run_ranks(2, run_guarded, config, 0, OVER, **how)
+    first = run_ranks(2, run_guarded, config, 0, TRIPPED, save=folder, **how)
+    second = run_ranks(2, run_guarded, config, TRIPPED, OVER, load=folder, **how)
     for uninterrupted, before, after in zip(whole, first, second, strict=True):
         assert before.synchronous[-1]
         assert before.losses + after.losses == uninterrupted.losses
@@ -246,12 +236,8 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "zenflow"),
-    [(torch.float32, {})],
-)
-def test_the_sample_is_predicted_as_by_the_accelerator(dtype: torch.dtype, zenflow: dict) -> None:
+def test_the_sample_is_predicted_as_by_the_accelerator() -> None:
     """To the bit with a worker of torch operations; the native kernel rounds in another order."""
-    (found,) = run_ranks(1, apart, zenflow_config(3, dtype, **zenflow), 12)
+    (found,) = run_ranks(1, apart, zenflow_config(3, torch.float32), 12)
     assert len(found) >= 4
     assert max(found) == 0.0

@@ -354,6 +354,3 @@ def test_everything_may_step_on_the_accelerator(stage: int) -> None:
     ((begun, moved),) = run_ranks(1, without_host, stage, device="sim")
     assert moved == pytest.approx(begun, rel=1e-2)
     assert begun[-1] < begun[0]
-
-
-# -- a run that does not move ----------------------------------------------------------------------

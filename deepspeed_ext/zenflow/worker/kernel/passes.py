@@ -52,6 +52,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCELERATOR_CHUNK_NUMEL",
-    "CODES",
     "CODE_DTYPES",
     "DTYPE_BYTES",
     "DTYPE_CODES",
@@ -67,9 +67,6 @@ __all__ = [
     "HASH_SHIFTS",
     "HOST_CHUNK_NUMEL",
     "LARGEST_BLOCK",
-    "MOST_SCALE",
-    "NEAREST",
-    "NOT_FINITE",
     "ROUNDED_CHUNK_NUMEL",
     "SHOWN_NUMEL",
     "WORD",
@@ -109,29 +106,6 @@ CODE_DTYPES = ("int8", "uint8")
 LARGEST_BLOCK = 256
 """Elements of the largest block with one scale; in a larger one, most values would be small beside
 the largest."""
-MOST_SCALE = 238
-"""The largest finite scale, as stored: with it, even the largest code decodes to a finite value."""
-NOT_FINITE = 255
-NEAREST = 1 << 15
-"""r' that rounds to the nearest value."""
-
-
-class Codes(NamedTuple):
-    """Constants in which the codes of m and v differ."""
-
-    most: int
-    """K."""
-    mantissa: int
-    """The fraction bits of K^2 in fp32."""
-    exponent: int
-    """Its exponent."""
-    least_above_half: int
-    """The least code k with k^2 > K^2 / 2."""
-    least: int
-    """The least code of a value that is not zero."""
-
-
-CODES = {"int8": Codes(123, 0x6C6400, 13, 87, 0), "uint8": Codes(239, 0x5F2100, 15, 169, 1)}
 
 
 def rounding_key(step: int) -> int:
@@ -244,18 +218,18 @@ class StateLayout:
     steps_on_accelerator: bool = True
     moment_dtype: str = "float32"
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of the arrays of the state in the arena."""
         return ("p", *(kind for kind, _ in self.moments))
 
-    @property
+    @cached_property
     def arrays(self) -> tuple[tuple[str, str], ...]:
         """Kinds and dtypes of the arrays of the state in the arena."""
         dtypes = CODE_DTYPES if self.is_coded else (self.moment_dtype,) * len(self.moments)
         return (("p", "float32"), *zip(self.kinds[1:], dtypes, strict=True))
 
-    @property
+    @cached_property
     def is_coded(self) -> bool:
         """Whether the moments are codes."""
         return self.moment_dtype == CODE_DTYPES[0]
@@ -274,12 +248,12 @@ class StateLayout:
         per_element = 8 + (8 + _ROUNDING_BYTES[self.moment_dtype] if self.rounding else 0)
         return per_element * chunk + 12 * (chunk // block_size)
 
-    @property
+    @cached_property
     def scales(self) -> tuple[str, ...]:
         """Kinds of the arrays of their scales."""
         return tuple(f"{kind}_scales" for kind in self.kinds[1:]) if self.is_coded else ()
 
-    @property
+    @cached_property
     def kept(self) -> tuple[str, ...]:
         """Kinds of all arrays that are the state: p, the moments, and the scales of codes."""
         return (*self.kinds, *self.scales)

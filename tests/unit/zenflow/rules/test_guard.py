@@ -4,7 +4,6 @@ worker may read it."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -68,7 +67,7 @@ def test_a_restored_schedule_continues(cut: int, rest: int) -> None:
     straight = PredictiveSchedule(overlap=True, warm_up_steps=None)
     walk(straight, cut)
     restored = PredictiveSchedule(overlap=True, warm_up_steps=None)
-    restored.load_state_dict(straight.state_dict())
+    restored.load(straight.state)
     assert walk(restored, rest) == walk(straight, rest)
 
 
@@ -102,10 +101,10 @@ def test_no_step_overlaps_unless_the_worker_has_published_ahead(
             schedule.restart()
             is_ahead = False
         elif event == "load":
-            saved = schedule.state_dict()
+            saved = schedule.state
             overlaps, warm_up, guarded = value
             schedule = PredictiveSchedule(overlaps, warm_up, guarded)
-            schedule.load_state_dict(saved)
+            schedule.load(saved)
         else:
             steps, excesses = value
             for number in range(steps):
@@ -215,14 +214,14 @@ def test_a_checkpoint_of_synchronous_steps_goes_on_without_a_guard() -> None:
         guarded.advance(guarded.plan())
     assert guarded.state.guard.synchronous
     schedule = PredictiveSchedule(True, 2)
-    schedule.load_state_dict(guarded.state_dict())
+    schedule.load(guarded.state)
     sources = []
     for _ in range(2):
         plan = schedule.plan()
         sources.append(("predicted" if plan.predicts else "exact", plan.publish_ahead))
         schedule.advance(plan)
     assert sources == [("exact", True), ("predicted", True)]
-    assert asdict(schedule.state)["guard"]["synchronous"] is False
+    assert not schedule.state.guard.synchronous
 
 
 @pytest.mark.parametrize(

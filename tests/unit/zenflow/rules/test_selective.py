@@ -291,8 +291,8 @@ def test_a_saved_position_continues_also_with_another_interval(before: int) -> N
         schedule = make(4, True, 8, 3)
         walk(schedule, stop)
         again = make(4, True, 8, 3)
-        again.load_state_dict(schedule.state_dict())
+        again.load(schedule.state)
         assert walk(again, 40 - stop) == whole[stop:]
         changed = make(before, False)
-        changed.load_state_dict(schedule.state_dict())
+        changed.load(schedule.state)
         assert max(plan.collected for plan in walk(changed, 20)[7:]) < before

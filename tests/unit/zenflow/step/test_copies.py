@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.runtime import log as _logging
-from deepspeed_ext.zenflow.step.partition import Run, largest_block_apart, mixed
+from deepspeed_ext.zenflow.start import Piece, largest_block_apart, mixed
 from tests.support.log import heard
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parallel import Grid, TensorParallelBlock
@@ -26,7 +26,7 @@ def test_mixed_are_the_copies_with_an_element_in_a_block_of_both_kinds(
 ) -> None:
     runs, end = [], 0
     for index, (numel, is_copy) in enumerate(sizes):
-        runs.append(Run(end, end + numel, is_copy, str(index)))
+        runs.append(Piece(end, end + numel, is_copy, str(index)))
         end += numel
     kinds: dict[int, set[bool]] = {}
     for run in runs:

@@ -54,9 +54,9 @@ def after(event: str, schedule: PredictiveSchedule, ring: Ring, how: Any) -> tup
         schedule.restart()
         return schedule, Ring()
     if event == "load":
-        state, ring = schedule.state_dict(), Ring()
+        state, ring = schedule.state, Ring()
         schedule = PredictiveSchedule(*how)
-        schedule.load_state_dict(state)
+        schedule.load(state)
         if schedule.plan().predicts:
             ring.publish_again(schedule.handed_over)
     return schedule, ring
