@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from deepspeed_ext.cores.threads import WorkerPlacement
+from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
