@@ -113,7 +113,7 @@ class Engine(EngineConstruction):
         once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
         if self._parts is not None:
-            self._parts.state.evaluation.end()
+            self._parts.state.exact_weights.end_evaluation()
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -145,7 +145,7 @@ class Engine(EngineConstruction):
         host = None if self._parts is None else self._parts.host
         with nullcontext() if host is None else host.link.deferring_errors():
             if self.core_binding is not None and not self.core_binding.is_refreshed:
-                self.core_binding.refresh(None if host is None else host.link.process.pid)
+                self.core_binding.refresh()
             if host is not None and self.global_rank == 0:
                 self._report(host.measurements())
 
@@ -174,7 +174,7 @@ class Engine(EngineConstruction):
         if self._parts is not None:
             self._parts.readiness.require_closed()
             self._require(check, *states)
-            self._parts.state.evaluation.end()
+            self._parts.state.exact_weights.end_evaluation()
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class Engine(EngineConstruction):
             if (parts := self._parts) is not None:
                 if kept.error is not None and parts.host.link.failed:
                     logger.error(str(kept.take()))  # a step has reported its cause
-                parts.state.evaluation.close()
+                parts.state.exact_weights.close()
                 afterwards.callback(parts.host.close)
             if self.parameter_gather is not None:
                 gather_hooks.detach(self.module, self.parameter_gather)

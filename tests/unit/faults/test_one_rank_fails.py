@@ -56,7 +56,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_deferred",
         "adapter/engine.py:Engine._keeping_errors",
-        "adapter/reached_state.py:_require_same_position",
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
         "adapter/reached_state.py:ReachedState.take_from_weights",
@@ -80,7 +79,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
-        "adapter/reached_state.py:Evaluation.end",
+        "adapter/reached_state.py:ExactWeights.end_evaluation",
         "adapter/reached_state.py:ReachedState.settle",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
@@ -186,21 +185,17 @@ HARMLESS = {
     ),
     "called once after a step, so not in every save": ("zenflow/rules/guard.py:Sample.predicted",),
     "a file of the kernel that cannot be read counts as absent": ("runtime/proc.py:read_text",),
-    "plans do without the accelerator's NUMA node": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
-        *(
-            f"cores/binding.py:{name}"
-            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine")
-        ),
+        *(f"cores/binding.py:{name}" for name in ("CoreBinding._give_up", "_follow")),
         *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
         "cores/binding.py:start_pool",
         *(
-            f"cores/threads.py:{name}"
+            f"cores/host.py:{name}"
             for name in ("own_masks", "outside", "confine", "_set_mask", "restore")
         ),
         "cores/__init__.py:keep_mask",
-        "cores/topology.py:omp_binding",
-        "cores/topology.py:thread_masks",
+        "cores/host.py:omp_binding",
+        "cores/host.py:thread_masks",
     ),
 }
 """Where an injected failure need not be an error, by reason."""
