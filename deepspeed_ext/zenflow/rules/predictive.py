@@ -105,11 +105,8 @@ class GuardState:
         return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
 
     def judged(self, excess: float) -> GuardState:
-        """The state once the errors of the newest hand-over are known.
-
-        Args:
-            excess: the largest of all ranks and partitions; NaN counts as too large.
-        """
+        """The state once the largest `excess` of all ranks and partitions is known; NaN counts as
+        too large."""
         speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
         streak = self.streak + 1 if speaks_for_change else 0
         if streak >= self._needed:
@@ -204,11 +201,8 @@ class PredictiveSchedule(Schedule):
         return not self.wants_verdict
 
     def judge(self, excess: float) -> bool:
-        """Give the guard the probe's result, and return whether this changes the coming steps.
-
-        Args:
-            excess: see `GuardState.judged`; the same on every rank.
-        """
+        """Give the guard the probe's result, the same on every rank (`GuardState.judged`), and
+        return whether this changes the coming steps."""
         before = self.state.guard
         self.state = replace(self.state, guard=before.judged(excess))
         return self.state.guard.synchronous is not before.synchronous

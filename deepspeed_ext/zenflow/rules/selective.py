@@ -198,11 +198,11 @@ class SelectivePartitionValues(PartitionValues):
 
 @dataclass
 class HotBlocks:
-    """The hot blocks of one partition.
+    """The hot blocks of one partition, where the gradients are.
 
     Attributes:
-        ids: their numbers, 1-D int64 [k], ascending, where the gradients are.
-        state: p, m and v, fp32 [3, k, block_size]; there, too.
+        ids: their numbers, 1-D int64 [k], ascending.
+        state: p, m and v, fp32 [3, k, block_size].
     """
 
     ids: torch.Tensor
