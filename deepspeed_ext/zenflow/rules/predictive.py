@@ -281,7 +281,6 @@ class PredictiveRule(UpdateRule):
     ) -> None:
         state = self.states[partition.index]
         if plan.probes:
-            assert state.last is not None, "the schedule begins with a synchronous step"
             most = blocks_per_sample(self.block_size, len(self._partitions))
             blocks = drawn(partition, self.block_size, most, self.schedule.state.steps)
             state.sample = Sample(
@@ -336,7 +335,6 @@ class PredictiveRule(UpdateRule):
         overlapped steps."""
         passes = []
         for index, state in enumerate(self.states):
-            assert state.last is not None, "publishing again needs a first step"
             publish = self._kind.ahead(state.last)
             passes.append(WorkerTask(index, self.schedule.handed_over, publish))
         self._link.depart(passes, gradients=0)
@@ -347,7 +345,6 @@ class PredictiveRule(UpdateRule):
             return
         self._link.is_unread = False
         for partition, state in zip(self._partitions, self.states, strict=True):
-            assert state.last is not None, "a result has arrived, so gradients were handed over"
             means = self._link.stream.block_means(partition.index)
             # no view of the copy: `offload` could not free what that keeps
             means = means.view(-1).to(partition.device, copy=True, non_blocking=True)
