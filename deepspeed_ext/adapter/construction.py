@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from deepspeed_ext.runtime.backend import (
     get_accelerator,
     local_rank,
 )
-from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
+from deepspeed_ext.runtime.ranks import RankGroup, raise_together
 
 __all__ = ["built_together", "joint", "ranks_of_model"]
 
@@ -34,8 +35,8 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
     they agree on every choice that changes weights, and an error of one is raised on all.
 
     Without an `mpu` these are all ranks. With one, which may give each engine other ranks, they are
-    the grid of its data-, tensor-, pipeline- and sequence-parallel groups. DeepSpeed reduces norm
-    and overflow over the same grid, at the same points of a step. No collective.
+    its one group that contains the others; or all ranks, if they are the grid of several groups. No
+    collective.
 
     Args:
         mpu: as given to ``deepspeed.initialize``, or a pipeline's; None also with AutoTP, whose
@@ -43,26 +44,23 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
         keeps_scratch: see `RankGroup.of`.
 
     Raises:
-        ConfigError: the groups of `mpu` are not a grid.
+        ConfigError: several groups of `mpu` are not a grid of all ranks.
     """
     if not dist.is_initialized():
         return RankGroup.alone()
-    if mpu is None:
-        return RankGroup.of(None, keeps_scratch=keeps_scratch)
     axes: list[tuple[set[int], Any]] = []
-    for name, group in model_groups(mpu).items():
+    for group in {} if mpu is None else model_groups(mpu).values():
         members = set(torch.distributed.get_process_group_ranks(group))
-        if any(members <= others for others, _ in axes):
-            continue
-        axes = [(others, each) for others, each in axes if not others <= members]
-        if any(len(members & others) > 1 for others, _ in axes):
-            raise ConfigError(
-                f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)} and shares "
-                f"several of them with one of {[sorted(others) for others, _ in axes]}, other "
-                "groups of the mpu: two groups may share one rank, or one may contain the other"
-            )
-        axes.append((members, group))
-    return GridRanks.along([RankGroup.of(group, keeps_scratch=keeps_scratch) for _, group in axes])
+        if not any(members <= others for others, _ in axes):
+            axes = [axis for axis in axes if not axis[0] <= members] + [(members, group)]
+    ranks = RankGroup.of(axes[0][1] if len(axes) == 1 else None, keeps_scratch=keeps_scratch)
+    if len(axes) > 1 and math.prod(len(members) for members, _ in axes) != ranks.size:
+        raise ConfigError(
+            f"rank {ranks.rank}: the mpu has groups of ranks {[sorted(axis) for axis, _ in axes]}, "
+            f"expected the axes of a grid of all {ranks.size} ranks, which share one rank, or one "
+            "group that contains the others: give every engine an mpu over all ranks"
+        )
+    return ranks
 
 
 @contextmanager

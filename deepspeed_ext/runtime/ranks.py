@@ -36,7 +36,6 @@ from deepspeed_ext.runtime.proc import format_cpulist
 
 __all__ = [
     "MOST_TOLD",
-    "GridRanks",
     "DeferredError",
     "RankGroup",
     "agreed",
@@ -230,69 +229,6 @@ class RankGroup:
         if self.scratch is not None and len(values) <= _SCRATCH_NUMEL:
             return self.scratch[: len(values)].copy_(tensor)
         return tensor.to(self.device)
-
-
-@dataclass(frozen=True)
-class GridRanks(RankGroup):
-    """Ranks in a grid, such as those of a model that is both data- and tensor-parallel. Torch has
-    no group of all of them, only one along each axis. So every collective runs along one axis after
-    the other, on groups that DeepSpeed uses anyway: no communicator is added.
-
-    Attributes:
-        axes: this rank's group along each axis; ranks are numbered along the first axis first.
-    """
-
-    axes: tuple[RankGroup, ...] = ()
-
-    @classmethod
-    def along(cls, axes: Sequence[RankGroup]) -> RankGroup:
-        """The ranks of a grid with these `axes`; one axis alone is a plain group."""
-        axes = [axis for axis in axes if axis.size > 1] or list(axes[:1])
-        if len(axes) == 1:
-            return axes[0]
-        rank, size = 0, 1
-        for axis in axes:
-            rank, size = rank + size * axis.rank, size * axis.size
-        return cls(None, rank, size, axes[0].device, axes[0].scratch, tuple(axes))
-
-    @property
-    def timeout_seconds(self) -> float:
-        return min(axis.timeout_seconds for axis in self.axes)
-
-    @property
-    def backend(self) -> Any:
-        raise AssertionError("a grid has a backend along each axis")
-
-    def global_rank(self, rank: int) -> int:
-        """Return the global number of the grid's `rank`. Launchers number a grid axis by axis, so
-        the offset along one axis is the same everywhere."""
-        here = self.axes[0].global_rank(self.axes[0].rank)
-        places = zip(self.axes, self._places(rank), strict=True)
-        return here + sum(axis.global_rank(place) - here for axis, place in places)
-
-    def minimum(self, *values: int) -> tuple[int, ...]:
-        for axis in self.axes:
-            values = axis.minimum(*values)
-        return values
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor
-        for axis in self.axes:
-            found = axis.all_gather(found)
-        return found.reshape(self.size, *tensor.shape)
-
-    def broadcast(self, value: Any, owner: int = 0) -> Any:
-        for axis, place in zip(self.axes, self._places(owner), strict=True):
-            value = axis.broadcast(value, place)
-        return value
-
-    def _places(self, rank: int) -> list[int]:
-        """The number of the grid's `rank` along each axis."""
-        places = []
-        for axis in self.axes:
-            rank, place = divmod(rank, axis.size)
-            places.append(place)
-        return places
 
 
 def communicating_on_host(group: Any) -> RankGroup:

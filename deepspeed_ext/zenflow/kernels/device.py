@@ -18,14 +18,8 @@ two variants for each set of dtypes. Offsets have 64 bits.
 import triton
 import triton.language as tl
 
-from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP
-from deepspeed_ext.zenflow.worker.kernel.passes import (
-    CODES,
-    HASH_FACTORS,
-    HASH_SHIFTS,
-    MOST_SCALE,
-    NOT_FINITE,
-)
+from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP, CODES, MOST_SCALE, NOT_FINITE
+from deepspeed_ext.zenflow.worker.kernel.passes import HASH_FACTORS, HASH_SHIFTS
 
 __all__ = ["adam_step", "predict"]
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
-import psutil
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime import proc as memory
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -27,58 +26,66 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_cgroup_v2_takes_the_tightest_level_less_reclaimable_cache(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/jobs/mine\n",
-            "sys/fs/cgroup/jobs/memory.max": f"{3 * GIB}\n",
-            "sys/fs/cgroup/jobs/memory.current": f"{2 * GIB}\n",
-            "sys/fs/cgroup/jobs/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
-            "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
-            "sys/fs/cgroup/jobs/mine/memory.current": "12345\n",
-        },
-    )
-    assert memory.available_host_bytes(root) == min(3 * GIB // 2, psutil.virtual_memory().available)
+OWN = "sys/fs/cgroup/jobs"
 
 
-def test_limits_of_cgroup_v1_are_read(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/box\n",
-            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": f"{GIB}\n",
-            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": f"{GIB // 4}\n",
-        },
-    )
-    assert memory.available_host_bytes(root) == GIB * 3 // 4
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        (  # reclaimable cache counts as available, and "max" as no limit
+            {
+                "proc/self/cgroup": "0::/jobs/mine",
+                f"{OWN}/memory.max": f"{3 * MIB}",
+                f"{OWN}/memory.current": f"{2 * MIB}",
+                f"{OWN}/memory.stat": f"anon 1\ninactive_file {MIB // 2}",
+                f"{OWN}/mine/memory.max": "max",
+                f"{OWN}/mine/memory.current": "12345",
+            },
+            3 * MIB,
+            3 * MIB // 2,
+        ),
+        (  # version 1
+            {
+                "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/box",
+                "sys/fs/cgroup/memory/box/memory.limit_in_bytes": f"{MIB}",
+                "sys/fs/cgroup/memory/box/memory.usage_in_bytes": f"{MIB // 4}",
+            },
+            MIB,
+            3 * MIB // 4,
+        ),
+        (  # the least limit, and the least room
+            {
+                "proc/self/cgroup": "0::/jobs/mine",
+                f"{OWN}/memory.max": "5000",
+                f"{OWN}/memory.current": "4900",
+                f"{OWN}/mine/memory.max": "1000",
+                f"{OWN}/mine/memory.current": "100",
+            },
+            1000,
+            100,
+        ),
+        (  # a use above the limit
+            {
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/memory.max": "100",
+                "sys/fs/cgroup/memory.current": "200",
+            },
+            100,
+            0,
+        ),
+    ],
+)
+def test_limits_of_control_groups(
+    files: dict[str, str], total: int, available: int, tmp_path: Path
+) -> None:
+    root = tree(tmp_path, files)
+    assert memory.total_host_bytes(root) == total
+    assert memory.available_host_bytes(root) == available
 
 
 @pytest.mark.parametrize("files", [{}, {"proc/self/cgroup": "0::/nowhere\n"}])
 def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path, files: dict[str, str]) -> None:
     assert memory.available_host_bytes(tree(tmp_path, files)) > GIB // 4
-
-
-def test_the_least_limit_is_the_total_wherever_the_least_room_is(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/jobs"
-    files = {
-        f"{group}/memory.max": "5000",
-        f"{group}/memory.current": "4900",
-        f"{group}/mine/memory.max": "1000",
-        f"{group}/mine/memory.current": "100",
-    }
-    root = tree(tmp_path, {"proc/self/cgroup": "0::/jobs/mine\n"} | files)
-    assert memory.total_host_bytes(root) == 1000
-    assert memory.available_host_bytes(root) == 100
-
-
-def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
-    files = {"memory.max": "100\n", "memory.current": "200\n"}
-    root = tree(
-        tmp_path,
-        {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()},
-    )
-    assert memory.available_host_bytes(root) == 0
 
 
 def test_the_ranks_of_a_host_share_the_memory_of_the_cpu_accelerator(

@@ -21,12 +21,10 @@ from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 STEPS = 4
 CONFIGS = {
     "zenflow": zenflow_config(2, **RULES["predictive"]),
-    "flatten distributed": base_config(1, torch.bfloat16),
-    "flatten host": base_config(2, torch.bfloat16),
+    "flatten": base_config(1, torch.bfloat16),
     "gather": base_config(3, torch.bfloat16),
 }
-CONFIGS["flatten distributed"]["zero_optimization"]["flatten_tier"] = "distributed"
-CONFIGS["flatten host"]["zero_optimization"]["flatten_tier"] = "host"
+CONFIGS["flatten"]["zero_optimization"]["flatten_tier"] = "distributed"
 CONFIGS["gather"]["zero_optimization"] |= {
     "stage3_allgather_single_param": True,
     "stage3_param_persistence_threshold": 0,
@@ -40,11 +38,7 @@ EXPECTED = {
             for part in ("begin_step", "step_partition", "finish_weights", "end_step")
         ),
     },
-    "flatten distributed": {
-        "startup.flatten",
-        *(f"flatten.{part}" for part in ("pack", "fill", "exchange")),
-    },
-    "flatten host": {
+    "flatten": {
         "startup.flatten",
         *(f"flatten.{part}" for part in ("pack", "fill", "exchange")),
     },

@@ -27,20 +27,16 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
-    CODES,
     HASH_FACTORS,
     HASH_SHIFTS,
     HOST_CHUNK_NUMEL,
-    MOST_SCALE,
-    NEAREST,
-    NOT_FINITE,
     WORD,
     Array,
     Kernel,
@@ -53,6 +49,9 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
 
 __all__ = [
     "CLAMP",
+    "CODES",
+    "MOST_SCALE",
+    "NOT_FINITE",
     "ReferenceKernel",
     "block_means",
     "chunk_numel",
@@ -71,6 +70,30 @@ __all__ = [
 CLAMP = 4.5
 """Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element
 that dominates it."""
+
+MOST_SCALE = 238
+"""The largest finite scale, as stored: with it, even the largest code decodes to a finite value."""
+NOT_FINITE = 255
+_NEAREST = 1 << 15
+"""r' that rounds to the nearest value."""
+
+
+class Codes(NamedTuple):
+    """Constants in which the codes of m and v differ."""
+
+    most: int
+    """K."""
+    mantissa: int
+    """The fraction bits of K^2 in fp32."""
+    exponent: int
+    """Its exponent."""
+    least_above_half: int
+    """The least code k with k^2 > K^2 / 2."""
+    least: int
+    """The least code of a value that is not zero."""
+
+
+CODES = {"int8": Codes(123, 0x6C6400, 13, 87, 0), "uint8": Codes(239, 0x5F2100, 15, 169, 1)}
 
 _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
 
@@ -283,7 +306,7 @@ def encode(
     unit = _units(scales)[:, None]
     scaled = torch.where(is_finite[:, None], x, 0.0).abs().div_(unit).nan_to_num_(0.0)
     k = root(scaled).floor_()
-    up = NEAREST if up_by is None else in_blocks(up_by.float(), block_size)
+    up = _NEAREST if up_by is None else in_blocks(up_by.float(), block_size)
     k += ((scaled - k * k) * 65536.0) > (k + k + 1.0) * up
     least = torch.where(x != 0.0, float(kind.least), 0.0)
     least.masked_fill_(scaled > kind.most**2 / 2, float(kind.least_above_half))

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCELERATOR_CHUNK_NUMEL",
-    "CODES",
     "CODE_DTYPES",
     "DTYPE_BYTES",
     "DTYPE_CODES",
@@ -67,9 +66,6 @@ __all__ = [
     "HASH_SHIFTS",
     "HOST_CHUNK_NUMEL",
     "LARGEST_BLOCK",
-    "MOST_SCALE",
-    "NEAREST",
-    "NOT_FINITE",
     "ROUNDED_CHUNK_NUMEL",
     "SHOWN_NUMEL",
     "WORD",
@@ -109,29 +105,6 @@ CODE_DTYPES = ("int8", "uint8")
 LARGEST_BLOCK = 256
 """Elements of the largest block with one scale; in a larger one, most values would be small beside
 the largest."""
-MOST_SCALE = 238
-"""The largest finite scale, as stored: with it, even the largest code decodes to a finite value."""
-NOT_FINITE = 255
-NEAREST = 1 << 15
-"""r' that rounds to the nearest value."""
-
-
-class Codes(NamedTuple):
-    """Constants in which the codes of m and v differ."""
-
-    most: int
-    """K."""
-    mantissa: int
-    """The fraction bits of K^2 in fp32."""
-    exponent: int
-    """Its exponent."""
-    least_above_half: int
-    """The least code k with k^2 > K^2 / 2."""
-    least: int
-    """The least code of a value that is not zero."""
-
-
-CODES = {"int8": Codes(123, 0x6C6400, 13, 87, 0), "uint8": Codes(239, 0x5F2100, 15, 169, 1)}
 
 
 def rounding_key(step: int) -> int:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
 from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
-from tests.perf import bench_cpu_adam
 from tests.support.kernels import (
     DTYPES,
     KERNELS,
@@ -161,20 +160,3 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
         torch.set_num_threads(before)
     assert limits == [1] * threads  # within a chunk torch divides nothing
     assert seen == 2
-
-
-def test_the_benchmark_gives_every_contender_its_threads() -> None:
-    """The reference kernel once took torch's threads away, and "fused AdamW" was timed on one
-    beside a pass on two."""
-    before, seen = torch.get_num_threads(), []
-    try:
-        found = bench_cpu_adam.contenders(5000, threads=2)
-        found["last"] = bench_cpu_adam.Contender(lambda: seen.append(torch.get_num_threads()), 0)
-        bench_cpu_adam.measure(found, threads=2, repeats=2)
-        greedy = bench_cpu_adam.Contender(lambda: torch.set_num_threads(1), 0)
-        with pytest.raises(AssertionError, match="threads"):
-            greedy.time(threads=2)
-    finally:
-        torch.set_num_threads(before)
-    assert {len(one.wall) for one in found.values()} == {2}
-    assert seen == [2, 2, 2]

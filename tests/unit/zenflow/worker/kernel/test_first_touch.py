@@ -7,7 +7,6 @@ import ctypes
 import mmap
 import os
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,22 +74,3 @@ def test_pages_are_touched_by_the_thread_that_passes_over_them(data: st.DataObje
     for page, thread in enumerate(touchers_of(kernel, start, dtype, entries, *how)):
         begins = max(0, page * PAGE - start) // DTYPE_BYTES[dtype]  # its first entry
         assert thread == expected[begins // width * block_size if width else begins]
-
-
-@needs_native
-def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
-    """What the division by chunks is for: the first chunk of an array belongs to all threads."""
-    kernel, numel, chunk = NativeKernel(str(LIBRARY), 4), 1 << 16, 1 << 14
-    pages = chunk * 4 // PAGE
-    whole = touchers_of(kernel, 0, "float32", numel, 32, 32, None)
-    by_chunk = touchers_of(kernel, 0, "float32", numel, 32, 32, chunk)
-    assert len(set(whole[:pages])) == 1
-    found = [len(set(by_chunk[first : first + pages])) for first in range(0, len(whole), pages)]
-    assert found == [4] * 4
-
-
-@pytest.mark.parametrize("start", [0, 1, PAGE - 1])
-@needs_native
-def test_a_touch_reaches_every_page_wherever_an_array_begins(start: int) -> None:
-    kernel = NativeKernel(str(LIBRARY), 3)
-    assert len(touchers_of(kernel, start, "uint8", 3 * PAGE + 2, 32, 32, None)) >= 4
