@@ -44,7 +44,6 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
@@ -54,6 +53,8 @@ __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
+_CONVERTED_NUMEL = 1 << 24
+"""Elements converted at once while they are copied from the arena to the weights."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -139,7 +140,7 @@ class ExactWeights:
     def _round(self) -> None:
         for index in range(len(self._host.state.wholes)):
             # in parts: a copy that converts needs memory for its result
-            for part, p in self._parts(index, CONVERTED_NUMEL):
+            for part, p in self._parts(index, _CONVERTED_NUMEL):
                 part.copy_(p)
 
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
