@@ -55,24 +55,24 @@ def enable() -> None:
         UpstreamError: the installed DeepSpeed is outside the supported range, or lacks a member
             that we rely on.
     """
-    from deepspeed_ext.adapter import enable as switch
+    from deepspeed_ext.adapter import engine
 
-    switch.enable()
+    engine.enable()
 
 
 def disable() -> None:
     """Undo `enable` and restore DeepSpeed. Existing engines keep working. Idempotent."""
-    from deepspeed_ext.adapter import enable as switch
+    from deepspeed_ext.adapter import engine
 
-    switch.disable()
+    engine.disable()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the extension on for this call only; same arguments, same
     return values."""
-    from deepspeed_ext.adapter import enable as switch
+    from deepspeed_ext.adapter import engine
 
-    return switch.initialize(*args, **kwargs)
+    return engine.initialize(*args, **kwargs)
 
 
 def weights(engine: Any, bucket_bytes: int = 1 << 28, on_rank: int | None = None) -> Any:

@@ -58,7 +58,7 @@ WAYS = {
 def bind(way: Way, cpus: list[int], threads: int) -> None:
     """Bind this process in code."""
     from deepspeed_ext.cores.binding import set_threads
-    from deepspeed_ext.cores.threads import confine
+    from deepspeed_ext.cores.host import confine
 
     if way.masks == "main":
         os.sched_setaffinity(os.getpid(), cpus)
@@ -72,7 +72,7 @@ def rank(way: Way, cpus: list[int], threads: int, steps: int, millions: float) -
     """Take the steps, starting when a line arrives; print their median and the stray threads."""
     import torch
 
-    from deepspeed_ext.cores.threads import outside
+    from deepspeed_ext.cores.host import outside
 
     torch.zeros(1 << 22).add_(1)  # starts torch's pool
     if way.early:
@@ -153,7 +153,7 @@ def main() -> None:
         cpus = [int(cpu) for cpu in args.cpus.split(",")]
         rank(WAYS[args.way], cpus, int(args.threads), args.steps, args.millions)
         return
-    topology, ranks, _ = read_host("/", None, [None] * args.ranks)
+    topology, ranks, _ = read_host("/", args.ranks)
     plans = plan_host(topology, ranks, PlanRequest(separate=False)).ranks
     words = ["--steps", str(args.steps), "--millions", str(args.millions)]
     taken = dict[str, list[tuple[float, int]]]()

@@ -2,8 +2,8 @@
 
 - The navigation is read from docs/README.md, which lists the pages; a page that it does not list is
   an error.
-- Pages link to files outside docs/. Each of them becomes a page with its text, so every link works
-  without network.
+- Pages link to files outside docs/, and to lines of them. Each of them becomes a page with its text
+  and line numbers, so every link works without network.
 - A click on a picture opens it in full.
 - A page that would load anything from another host is an error.
 """
@@ -26,6 +26,8 @@ OUTSIDE = "repository"
 """Folder of the site for files that are not in docs/."""
 
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINE = re.compile(r"#L(\d+)")
+ANCHOR = re.compile(r'id="(__codelineno-0-\d+)"')
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LISTED = re.compile(r"^(?:- |\| )\[([^\]]+)\]\(([^)#\s]+)\)", re.MULTILINE)
 PICTURE = re.compile(r"<img\b[^>]*\bsrc=\"(?P<src>[^\":]+)\"[^>]*>")
@@ -67,7 +69,8 @@ def text_of(path: Path) -> str:
         return title + "".join(
             f"- [{each.name}]({path.name}/{each.name})\n" for each in sorted(path.iterdir())
         )
-    return f"{title}````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}````\n"
+    language = path.suffix.removeprefix(".") or "text"
+    return f'{title}````{{.{language} linenums="1"}}\n{path.read_text()}````\n'
 
 
 def navigation() -> list[dict[str, object]]:
@@ -111,12 +114,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     folder = os.path.dirname(page.file.src_uri)
     source = source_of(page.file.src_uri)
     for link, path in reversed(list(targets(source, markdown))):
-        new = f"]({os.path.relpath(site_uri(path), folder or '.')}{link[2] or ''})"
+        place = LINE.sub(r"#__codelineno-0-\1", link[2] or "")
+        new = f"]({os.path.relpath(site_uri(path), folder or '.')}{place})"
         markdown = markdown[: link.start()] + new + markdown[link.end() :]
     return markdown
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.present_anchor_ids is not None:  # MkDocs looks for those of headings only
+        page.present_anchor_ids.update(ANCHOR.findall(html))
     return PICTURE.sub(
         r'<a class="figure" href="\g<src>" title="Open the picture in full">\g<0></a>', html
     )

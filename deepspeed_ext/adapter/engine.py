@@ -1,4 +1,4 @@
-"""The engines that `deepspeed.initialize` builds with the extension on.
+"""The engines that `deepspeed.initialize` builds with the extension on, and what turns it on.
 
 They override methods of DeepSpeed's, here those of training, saving and loading. What a ZenFlow
 optimizer adds is in `zenflow_parts`; `readiness` checks calls, and `load` reads checkpoints.
@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter import gather_hooks
-from deepspeed_ext.adapter.construction import built_together
+from deepspeed_ext.adapter import gather_hooks, upstream
+from deepspeed_ext.adapter.construction import built_together, joint
 from deepspeed_ext.adapter.engine_construction import EngineConstruction
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.load import Load, only_weights
 from deepspeed_ext.adapter.readiness import Readiness, Work
 from deepspeed_ext.adapter.refusals import require_compilable
@@ -35,13 +34,14 @@ from deepspeed_ext.adapter.upstream import (
     throughput_timer,
     ties_stages,
 )
+from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.memory import Parked, is_out_of_memory
 from deepspeed_ext.runtime.ranks import DeferredError, together
 
-__all__ = ["Engine", "HybridEngine", "PipeEngine"]
+__all__ = ["Engine", "HybridEngine", "PipeEngine", "disable", "enable", "initialize"]
 
 
 class Engine(EngineConstruction):
@@ -60,7 +60,7 @@ class Engine(EngineConstruction):
         mpu, model = kwargs.get("mpu"), kwargs.get("model")
         self._ties_stages = ties_stages(model)
         if isinstance(model, torch.nn.Module):  # another engine may have trained it
-            complete_weights_of(model.parameters())
+            gather_hooks.complete_weights_of(model.parameters())
         with ExitStack() as undo:
             self._begin(undo, mpu)
             timer = throughput_timer(self._throughput_timer)
@@ -113,7 +113,7 @@ class Engine(EngineConstruction):
         once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
         if self._parts is not None:
-            self._parts.state.evaluation.end()
+            self._parts.state.exact_weights.end_evaluation()
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -145,7 +145,7 @@ class Engine(EngineConstruction):
         host = None if self._parts is None else self._parts.host
         with nullcontext() if host is None else host.link.deferring_errors():
             if self.core_binding is not None and not self.core_binding.is_refreshed:
-                self.core_binding.refresh(None if host is None else host.link.process.pid)
+                self.core_binding.refresh()
             if host is not None and self.global_rank == 0:
                 self._report(host.measurements())
 
@@ -174,7 +174,7 @@ class Engine(EngineConstruction):
         if self._parts is not None:
             self._parts.readiness.require_closed()
             self._require(check, *states)
-            self._parts.state.evaluation.end()
+            self._parts.state.exact_weights.end_evaluation()
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class Engine(EngineConstruction):
             if (parts := self._parts) is not None:
                 if kept.error is not None and parts.host.link.failed:
                     logger.error(str(kept.take()))  # a step has reported its cause
-                parts.state.evaluation.close()
+                parts.state.exact_weights.close()
                 afterwards.callback(parts.host.close)
             if self.parameter_gather is not None:
                 gather_hooks.detach(self.module, self.parameter_gather)
@@ -468,3 +468,39 @@ def _end(
                 raise
         finally:
             host.close()
+
+
+# -- on and off ------------------------------------------------------------------------------------
+
+_active = ExitStack()
+_enabled = False
+
+
+def _swaps() -> list[upstream.Swap]:
+    return upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, Config, ZeroConfig)
+
+
+def enable() -> None:
+    """See `deepspeed_ext.enable`."""
+    global _enabled
+    if not _enabled:
+        upstream.check()
+        _active.enter_context(swapped(*_swaps()))
+        _enabled = True
+
+
+def disable() -> None:
+    """See `deepspeed_ext.disable`."""
+    global _enabled
+    if _enabled:
+        _active.close()
+        _enabled = False
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """See `deepspeed_ext.initialize`."""
+    if _enabled:
+        return upstream.deepspeed.initialize(*args, **kwargs)
+    upstream.check()
+    with swapped(*_swaps()):
+        return upstream.deepspeed.initialize(*args, **kwargs)

@@ -5,22 +5,33 @@ To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coo
 at the end of ``deepspeed.initialize``, when the whole model is partitioned. All other gathers
 (``GatheredParameters``, external parameters, persistent parameters after a step, checkpoints) call
 ``param.all_gather``, which already gathers each parameter directly into its own storage.
+
+Note: [gathers wait for weights]
+At stage 3 a weight is read by gathering its parameter, and weights may still be on their way from
+the optimizer process. DeepSpeed begins every gather with one method, which loads partitions from
+NVMe; `LateWeights` hooks into it, and our own gathers call it. ``param.ds_tensor`` is DeepSpeed's
+own: between a step and the next backward pass, read it inside
+``engine.optimizer.exact_weights()``.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.late_weights import complete_weights_of
+from deepspeed_ext.adapter.gradients import Extent
 from deepspeed_ext.adapter.upstream import (
     ParameterStatus,
     PartitionedParameter,
+    Prefetches,
+    before_gathers,
     communication_dtype,
     is_on_nvme,
     is_quantized,
@@ -38,8 +49,10 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import log_once, logger, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.runtime.timing import in_profile
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["SingleParameterGather", "attach", "detach"]
+__all__ = ["LateWeights", "SingleParameterGather", "attach", "complete_weights_of", "detach"]
 
 UNGROUPED_MIN_NUMEL = 262144
 """Without grouped launches, smaller parameters share a bucket. Measured: docs/results.md."""
@@ -308,3 +321,68 @@ def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
         is_quantized=is_quantized(param, settings),
         is_on_nvme=is_on_nvme(param),
     )
+
+
+# -- weights on their way --------------------------------------------------------------------------
+
+_owners: weakref.WeakValueDictionary[int, LateWeights] = weakref.WeakValueDictionary()
+
+
+class LateWeights:
+    """The weights of one optimizer that arrive during the forward, by parameter. Active as long as
+    it is referenced.
+
+    Args:
+        places: where each parameter lies in the partitions, by ``ds_id``.
+        prefetches: those of that optimizer's model, off while weights are in flight. DeepSpeed
+            prefetches another bucket with each fetch, so it would soon be far ahead of the forward,
+            and a fetch waits for earlier prefetches.
+        persistent: parameters that are complete when a step returns.
+    """
+
+    def __init__(
+        self,
+        host: HostOptimizer,
+        places: Mapping[int, Extent],
+        prefetches: Prefetches,
+        persistent: Iterable[Any],
+    ) -> None:
+        self._host = host
+        self._places = places
+        self._prefetches = prefetches
+        _join_gathers()
+        for number in places:
+            _owners[number] = self
+        mine = self._parts(param for param in persistent if param.ds_id in places)
+        host.complete_weights(mine, first=True)
+
+    def complete(self, params: Iterable[Any]) -> None:
+        """Complete the weights of `params`, all of this optimizer, to those of the last step, for
+        work on the current stream."""
+        if self._host.link.stream.are_due:
+            self._host.complete_weights(self._parts(params))
+        self.choose_prefetches()
+
+    def _parts(self, params: Iterable[Any]) -> list[tuple[int, Span]]:
+        extents = (self._places[param.ds_id] for param in params)
+        return [(extent.partition, Span(extent.begin, extent.end)) for extent in extents]
+
+    def choose_prefetches(self) -> None:
+        """Turn prefetches off while weights are in flight; called after each step and gather."""
+        self._prefetches.allow(not self._host.link.stream.are_awaited)
+
+
+def complete_weights_of(params: Iterable[Any]) -> None:
+    """Complete the weights of parameters, of any models, to those of their optimizers' last steps,
+    for work on the current stream."""
+    by_owner: dict[int, tuple[LateWeights, list[Any]]] = {}
+    for param in params:
+        if (owner := _owners.get(getattr(param, "ds_id", -1))) is not None:
+            by_owner.setdefault(id(owner), (owner, []))[1].append(param)
+    for owner, mine in by_owner.values():
+        owner.complete(mine)
+
+
+@functools.cache
+def _join_gathers() -> None:
+    before_gathers(complete_weights_of)

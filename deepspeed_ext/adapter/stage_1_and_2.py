@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.readiness import Work
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -24,7 +23,7 @@ from deepspeed_ext.adapter.upstream import (
     pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zenflow_parts import StepsInProcess, ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import GroupPartitions
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
@@ -39,8 +38,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.shown_tensor import nan_like
-from deepspeed_ext.zenflow.step.state_store import StateStore
+from deepspeed_ext.zenflow.step.state_store import StateStore, nan_like
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
 
@@ -192,7 +190,7 @@ class MasterFragment(TensorFragment):
         return fragment if exposed else nan_like(fragment)
 
 
-class ZenFlowZeroOptimizer(ZeroOptimizer):
+class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer, which forwards steps and state to `ZenFlowParts`.
 
     It is constructed with CPU offload on, so that the masters are on the host. It steps with CPU
@@ -202,13 +200,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     Args:
         args, kwargs, settings: as for `ZeroOptimizer`.
         start: see `ZenFlowStart`.
-
-    Attributes:
-        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
     """
 
     single_partition_of_fp32_groups: list[Any]
-    zenflow_parts: ZenFlowParts
     _sums: Parked | None = None
     _makes_masters = False  # the arena's p comes from the weights
 
@@ -231,9 +225,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         with in_profile("startup.optimizer_process"), self._direct_buffers.resting():
-            self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
-        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
-        self._backward_hook_state = parts.backward_pass
+            self._begin(parts := ZenFlowParts(self, self._partitions, self._start))
         self.single_partition_of_fp32_groups = parts.host.state.masters
         for group, master in zip(
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
@@ -261,10 +253,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                 )
 
     # -- gradients on the host ---------------------------------------------------------------------
-
-    @property
-    def _host_gradients(self) -> HostGradients | None:
-        return self.zenflow_parts.driver.gradients
 
     def _take_gradients_to_host(self, parts: ZenFlowParts) -> None:
         """Copy gradients to the slots of their partitions during backward."""
@@ -318,10 +306,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         norms = self.zenflow_parts.driver.known_norms(list(map(self.get_param_id, params)), params)
         return super().get_grad_norm_direct(norms, params)
 
-    def reset_cpu_buffers(self) -> None:
-        super().reset_cpu_buffers()
-        self.zenflow_parts.driver.forget_gradients()
-
     # -- several backward passes in one step -------------------------------------------------------
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
@@ -355,22 +339,10 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     # -- stepping ----------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        parts, super_call = self.zenflow_parts, partial(super().step, closure)
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
-        receivers = parts.driver.receivers
+        receivers = self.zenflow_parts.driver.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
-        with parts.readiness.recording(Work.STEP), swapped(buffers):
-            parts.driver.run(super_call, lambda: self.overflow)
-            parts.readiness.took_gradients()
-
-    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
-        """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
-        if norm_type == 2:
-            gradients = self.zenflow_parts.driver.norms(gradients, params)
-        return super().get_grad_norm_direct(gradients, params, norm_type)
-
-    def _optimizer_step(self, index: int) -> None:
-        self.zenflow_parts.driver.take(index)
+        self._step(partial(super().step, closure), buffers)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Skip DeepSpeed's check: the norm, computed next, is not finite if any gradient is not,
@@ -462,20 +434,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
-        return self.zenflow_parts.state.saved(super().state_dict)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
-        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
-
     def _load_legacy_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with together(self.host_optimizer.ranks, CheckpointError):
             super()._load_legacy_checkpoint(*args, **kwargs)
-
-    def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def _link_optimizer_states(self) -> None:
         """Link every parameter to its p, m and v again."""
@@ -483,10 +444,4 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
 
     def measurements(self) -> dict[str, float]:
-        return {**super().measurements(), **self.host_optimizer.measurements()}
-
-    def destroy(self) -> None:
-        try:
-            super().destroy()
-        finally:
-            self.host_optimizer.close()
+        return {**ZeroOptimizer.measurements(self), **super().measurements()}

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.gather_hooks import LateWeights
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.late_weights import LateWeights
-from deepspeed_ext.adapter.readiness import Work
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -23,7 +22,7 @@ from deepspeed_ext.adapter.upstream import (
     norm_shows_overflow,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zenflow_parts import StepsInProcess, ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.staging import NoMasters
@@ -31,7 +30,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.shown_tensor import nan_like
+from deepspeed_ext.zenflow.step.state_store import nan_like
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -42,18 +41,13 @@ _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_b
 offloaded without them."""
 
 
-class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
+class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
     """DeepSpeed's stage 3 optimizer, which forwards steps and state to `ZenFlowParts`. A partition
-    is a sub-group; otherwise like stages 1 and 2.
-
-    Attributes:
-        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
-    """
+    is a sub-group; otherwise like stages 1 and 2."""
 
     fp32_partitioned_groups_flat: list[Any]
     grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
-    zenflow_parts: ZenFlowParts
     _has_gradients = False
     """Whether gradients of the next step were offloaded."""
 
@@ -79,6 +73,11 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             )
             self.reset_cpu_buffers()
         self._late_weights: LateWeights | None = None
+        if self.host_optimizer.decided.wait is Wait.FORWARD:
+            places, prefetches = self._partitions.places(), Prefetches(self)
+            self._late_weights = LateWeights(
+                self.host_optimizer, places, prefetches, self.persistent_parameters
+            )
 
     def _create_fp32_partitions(self) -> None:
         """Let DeepSpeed make masters without memory: the arena's p comes from the weights."""
@@ -94,9 +93,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def _start_instead(self) -> None:
         self._partitions.clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
-        self.zenflow_parts = parts = ZenFlowParts(self, self._partitions, self._start)
-        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
-        self._backward_hook_state = parts.backward_pass
+        self._begin(parts := ZenFlowParts(self, self._partitions, self._start))
         ds_ids = [
             getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat
         ]
@@ -113,10 +110,6 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
 
     # -- gradients on the host ---------------------------------------------------------------------
-
-    @property
-    def _host_gradients(self) -> HostGradients | None:
-        return self.zenflow_parts.driver.gradients
 
     @property
     def _sums_apart(self) -> bool:
@@ -163,7 +156,6 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
-        self.zenflow_parts.driver.forget_gradients()
         if self._host_gradients is not None:
             self.norm_for_param_grads = self._host_gradients.norms
 
@@ -260,36 +252,17 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        parts, super_call = self.zenflow_parts, partial(super().step, closure)
-        kept: list[Swap] = []
-        if self.host_optimizer.decided.wait is Wait.FORWARD:
-            if self._late_weights is None:
-                places, prefetches = self._partitions.places(), Prefetches(self)
-                self._late_weights = LateWeights(
-                    self.host_optimizer, places, prefetches, self.persistent_parameters
-                )
-            # gathered below, when they are on their way
-            kept = [Swap(self, "persistent_parameters", [])]
-        with parts.readiness.recording(Work.STEP), swapped(*kept):
-            parts.driver.run(super_call, lambda: self.overflow)
-            parts.readiness.took_gradients()
+        late, persistent = self._late_weights, self.persistent_parameters
+        # late ones are gathered below, when they are on their way
+        kept = Swap(self, "persistent_parameters", [] if late else persistent)
+        self._step(partial(super().step, closure), kept)
         with self.host_optimizer.link.deferring_errors():
             self._partitions.order_gathers()
-            if self._late_weights is not None:
-                self._late_weights.choose_prefetches()
-        if kept and self.persistent_parameters and not self.overflow:
+            if late is not None:
+                late.choose_prefetches()
+        if late is not None and persistent and not self.overflow:
             # scripts and modules read them without a gather
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
-
-    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
-        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
-        gradient."""
-        if norm_type == 2:
-            gradients = self.zenflow_parts.driver.norms(gradients, params)
-        return super().get_grad_norm_direct(gradients, params, norm_type)
-
-    def _optimizer_step(self, index: int) -> None:
-        self.zenflow_parts.driver.take(index)
+            persistent[0].all_gather(persistent)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply
@@ -344,13 +317,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
         self._clear_fp32_optimizer_param_groups()
-        return self.zenflow_parts.state.saved(super().state_dict)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
-        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
+        return super().state_dict()
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with together(self.host_optimizer.ranks, CheckpointError):
@@ -358,22 +326,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self._clear_fp32_optimizer_param_groups()
             super()._rigid_load_state_dict(*args, **kwargs)
 
-    def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
-
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for the worker before the state is read or written. If the worker has failed, return
         NaN on all ranks; the next step raises the error on every rank."""
         exposed = self.host_optimizer.state.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else nan_like(partition), sub_group
-
-    def measurements(self) -> dict[str, float]:
-        """Metrics for a training log, by name; units are in the names."""
-        return self.host_optimizer.measurements()
-
-    def destroy(self) -> None:
-        try:
-            super().destroy()
-        finally:
-            self.host_optimizer.close()

@@ -25,7 +25,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
-from deepspeed.runtime.base_optimizer import BackwardHookStateManager
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -83,6 +83,7 @@ __all__ = [
     "TensorFragment",
     "ThroughputTimer",
     "TorchCheckpointEngine",
+    "ZeROOptimizer",
     "accelerator_branch_only",
     "ops_module",
     "announced_builds",

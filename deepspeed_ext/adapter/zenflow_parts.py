@@ -4,7 +4,7 @@ DeepSpeed's optimizers forward."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,24 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.readiness import BackwardPass, Readiness, Work
 from deepspeed_ext.adapter.step import AutocastScale, StepDriver
-from deepspeed_ext.adapter.upstream import OffloadStateTypeEnum, later_groups
+from deepspeed_ext.adapter.upstream import (
+    OffloadStateTypeEnum,
+    Swap,
+    ZeROOptimizer,
+    later_groups,
+    swapped,
+)
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
 from deepspeed_ext.zenflow.start import ZenFlowStart, largest_block_apart, mixed, start_optimizer
 
-__all__ = ["ZenFlowParts", "zenflow_of"]
+__all__ = ["StepsInProcess", "ZenFlowParts", "zenflow_of"]
 
 
 _registrations = 0
@@ -39,31 +46,6 @@ def _count_registrations() -> None:
 
     register_module_module_registration_hook(count)
     register_module_parameter_registration_hook(count)
-
-
-class Untrained:
-    """Finds parameters of a model that get gradients which no step uses.
-
-    Walking a model of many thousand parameters takes milliseconds, so it is walked again only if a
-    module or a parameter was registered somewhere.
-
-    Args:
-        trained: the parameters that steps use.
-    """
-
-    def __init__(self, trained: Iterable[Any]) -> None:
-        _count_registrations()
-        self._trained = frozenset(map(id, trained))
-        self._params: list[tuple[str, torch.nn.Parameter]] = []
-        self._walked_at = -1
-
-    def with_gradients(self, module: torch.nn.Module) -> list[str]:
-        """The names of those that have one now."""
-        if self._walked_at != _registrations:
-            self._walked_at = _registrations
-            named = module.named_parameters()
-            self._params = [each for each in named if id(each[1]) not in self._trained]
-        return [name for name, p in self._params if p.grad is not None and p.requires_grad]
 
 
 class ZenFlowParts:
@@ -106,12 +88,20 @@ class ZenFlowParts:
         )
         self.state = ReachedState(host, partitions, ranks, scale, self.readiness)
         self.streams: list[Any] = []
-        self._untrained = Untrained(partitions.trained())
+        _count_registrations()
+        self._trained = frozenset(map(id, partitions.trained()))
+        self._untrained: list[tuple[str, torch.nn.Parameter]] = []
+        self._walked_at = -1
 
     def warn_of_untrained(self, module: torch.nn.Module) -> None:
         """Warn of parameters with gradients that no step uses, once for each set of them: what is
-        trained was decided at ``deepspeed.initialize``."""
-        if names := self._untrained.with_gradients(module):
+        trained was decided at ``deepspeed.initialize``. Walking a model of many thousand parameters
+        takes milliseconds, so it is walked again only if one was registered somewhere."""
+        if self._walked_at != _registrations:
+            self._walked_at = _registrations
+            named = module.named_parameters()
+            self._untrained = [each for each in named if id(each[1]) not in self._trained]
+        if names := [name for name, p in self._untrained if p.grad is not None and p.requires_grad]:
             warn_once(
                 f"{counted(len(names), 'parameter')} of the model, such as {names[0]}, got a "
                 "gradient but will not change: what is trained was decided when the engine was "
@@ -177,6 +167,67 @@ class ZenFlowParts:
         if OffloadStateTypeEnum.optim_states in wanted:
             self.host.offload(pins=pins)
         return wanted - {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+
+
+class StepsInProcess(ZeROOptimizer):
+    """What the subclasses of DeepSpeed's ZeRO optimizers forward to `ZenFlowParts` at every stage.
+
+    Attributes:
+        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
+    """
+
+    zenflow_parts: ZenFlowParts
+
+    def _begin(self, parts: ZenFlowParts) -> None:
+        """Forward to `parts` from now on."""
+        self.zenflow_parts = parts
+        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
+        self._backward_hook_state = parts.backward_pass
+
+    @property
+    def _host_gradients(self) -> HostGradients | None:
+        return self.zenflow_parts.driver.gradients
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self.zenflow_parts.driver.forget_gradients()
+
+    def _step(self, super_call: Callable[[], None], *swaps: Swap) -> None:
+        """Step, with `swaps` for DeepSpeed's."""
+        parts = self.zenflow_parts
+        with parts.readiness.recording(Work.STEP), swapped(*swaps):
+            parts.driver.run(super_call, lambda: self.overflow)
+            parts.readiness.took_gradients()
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
+        if norm_type == 2:
+            gradients = self.zenflow_parts.driver.norms(gradients, params)
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_parts.driver.take(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
+        return self.zenflow_parts.state.saved(super().state_dict)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
+        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
+
+    def measurements(self) -> dict[str, float]:
+        """Metrics for a training log, by name; units are in the names."""
+        return self.host_optimizer.measurements()
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.host_optimizer.close()
 
 
 def zenflow_of(optimizer: Any) -> ZenFlowParts | None:

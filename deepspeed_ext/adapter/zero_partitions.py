@@ -6,9 +6,11 @@ know an optimizer only as `ZeroPartitions`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,29 +31,50 @@ from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions"]
 
 
-class ZeroPartitions(Protocol):
-    """The partitions of one optimizer; all lists are in their order."""
+class ZeroPartitions(ABC):
+    """The partitions of one optimizer; all lists are in their order.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+    """
+
+    _masters_name: ClassVar[str]
+    """DeepSpeed's name for the masters."""
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+
+    @property
+    def _masters(self) -> list[Any]:
+        return getattr(self._zero, self._masters_name)
 
     def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
         """Context in which DeepSpeed finds `receivers` in place of the masters."""
+        return swapped(Swap(self._zero, self._masters_name, receivers))
 
     @property
     def groups(self) -> list[int]:
         """Index of each partition's parameter group."""
+        return list(range(len(self._masters)))
 
+    @abstractmethod
     def weights(self, index: int) -> torch.Tensor:
         """The weights of a partition, 1-D [n], in the model's dtype."""
 
+    @abstractmethod
     def trained(self) -> Iterator[Any]:
         """All trained parameters."""
 
+    @abstractmethod
     def runs(self) -> list[list[Piece]]:
         """The parameters of each partition."""
 
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:
         """The ranks over which the parameters of a partition are sharded; `ranks` are all
         data-parallel ranks."""
+        return ranks
 
+    @abstractmethod
     def caller(self, ranks: int) -> Caller:
         """How DeepSpeed treats weights and gradients; `ranks` is the number of data-parallel
         ranks."""
@@ -59,20 +82,25 @@ class ZeroPartitions(Protocol):
     @property
     def has_gradients(self) -> bool:
         """Whether the gradients on the accelerator are complete."""
+        return True
 
     @property
     def waits_after_weights(self) -> bool:
         """Whether DeepSpeed waits for the device once all weights are written (see
         `HostOptimizer.finish_weights`)."""
+        return False
 
     @property
     def saved_weights(self) -> list[torch.Tensor] | None:
         """The weights to save with the optimizer's state; None: DeepSpeed saves them with the
         model."""
+        return None
 
-    def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Zero the padding of weights and of `states`, flat tensors of each partition."""
+    def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:  # noqa: B027
+        """Zero the padding of weights and of `states`, flat tensors of each partition, if DeepSpeed
+        does not."""
 
+    @abstractmethod
     def loaded(self, weights: Sequence[torch.Tensor]) -> None:
         """Update the partitions after a load has replaced the masters. No collective.
 
@@ -80,10 +108,11 @@ class ZeroPartitions(Protocol):
             weights: new weights of each partition, 1-D [n], any float dtype.
         """
 
-    def exchange_loaded(self) -> None:
-        """Gather on all ranks the weights that follow from loaded masters, if `loaded` did not. A
-        collective."""
+    def exchange_loaded(self) -> None:  # noqa: B027
+        """Gather on all ranks the weights that follow from loaded masters, if `loaded` did not and
+        gathers do not come later. A collective."""
 
+    @abstractmethod
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         """Copy `values`, if given, to the weights, and gather these on all ranks. A collective."""
 
@@ -105,7 +134,7 @@ def _caller(
     return Caller(*dtypes, bucket_bytes=reducing if zero.contiguous_gradients else 0, **how)
 
 
-class GroupPartitions:
+class GroupPartitions(ZeroPartitions):
     """The partitions of stages 1 and 2: of whole parameter groups.
 
     Args:
@@ -113,27 +142,19 @@ class GroupPartitions:
         relink: lets every parameter find its p, m and v again.
     """
 
-    waits_after_weights = False
-    saved_weights = None
+    _masters_name = "single_partition_of_fp32_groups"
 
     def __init__(self, zero: Any, relink: Callable[[], None]) -> None:
-        self._zero = zero
+        super().__init__(zero)
         self._relink = relink
 
-    @property
-    def _masters(self) -> list[Any]:
-        return self._zero.single_partition_of_fp32_groups
-
-    def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
-        return swapped(Swap(self._zero, "single_partition_of_fp32_groups", receivers))
-
-    @property
-    def groups(self) -> list[int]:
-        return list(range(len(self._masters)))
+    @cached_property
+    def _ranks(self) -> list[int]:
+        """This rank's number in the group of each partition."""
+        return [dist.get_rank(group=group) for group in self._zero.real_dp_process_group]
 
     def weights(self, index: int) -> torch.Tensor:
-        rank = dist.get_rank(group=self._zero.real_dp_process_group[index])
-        return self._zero.parallel_partitioned_bit16_groups[index][rank].data
+        return self._zero.parallel_partitioned_bit16_groups[index][self._ranks[index]].data
 
     def trained(self) -> Iterator[Any]:
         return (param for group in self._zero.bit16_groups for param in group)
@@ -172,9 +193,6 @@ class GroupPartitions:
             offset += numel
         return places
 
-    def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Nothing to do: DeepSpeed zeroes the padding."""
-
     def loaded(self, weights: Sequence[torch.Tensor]) -> None:
         """DeepSpeed has loaded the weights with the model, or `exchange_loaded` follows."""
         self._relink()
@@ -189,25 +207,11 @@ class GroupPartitions:
             self._zero.update_lp_params()
 
 
-class SubGroupPartitions:
+class SubGroupPartitions(ZeroPartitions):
     """The partitions of stage 3: of sub-groups. Each holds this rank's parts of its parameters,
-    with padding.
+    with padding. Gradients are complete after any backward pass."""
 
-    Args:
-        zero: DeepSpeed's optimizer.
-    """
-
-    has_gradients = True  # after any backward pass
-
-    def __init__(self, zero: Any) -> None:
-        self._zero = zero
-
-    @property
-    def _masters(self) -> list[Any]:
-        return self._zero.fp32_partitioned_groups_flat
-
-    def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
-        return swapped(Swap(self._zero, "fp32_partitioned_groups_flat", receivers))
+    _masters_name = "fp32_partitioned_groups_flat"
 
     @property
     def groups(self) -> list[int]:
@@ -229,9 +233,6 @@ class SubGroupPartitions:
                 is_copy = not is_model_parallel_parameter(param)
                 found[-1].append(Piece(begin, end, is_copy, str(tuple(param.ds_shape))))
         return found
-
-    def holders(self, index: int, ranks: RankGroup) -> RankGroup:
-        return ranks
 
     def caller(self, ranks: int) -> Caller:
         zero, sizes = self._zero, [param.ds_numel for param in self.trained()]
@@ -279,9 +280,6 @@ class SubGroupPartitions:
 
     def loaded(self, weights: Sequence[torch.Tensor]) -> None:
         self._write(weights)
-
-    def exchange_loaded(self) -> None:
-        """Nothing to do: every rank has written its own partitions, and gathers come later."""
 
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         zero = self._zero

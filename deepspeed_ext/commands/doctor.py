@@ -13,8 +13,8 @@ from typing import NamedTuple
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
+from deepspeed_ext.cores.host import find_allowed, omp_binding, read_topology
 from deepspeed_ext.cores.plan import usable_cores
-from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime.files import abandoned_locks, operator_folder
 from deepspeed_ext.runtime.launch import plan_launch
@@ -245,9 +245,6 @@ def check_binding() -> Finding:
             f"{setting} makes OpenMP bind threads itself",
             "unset it: deepspeed_ext binds all threads",
         )
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
-        return f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it"
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:

@@ -1,31 +1,46 @@
 """``deepspeed-ext verify``: trains a small model with a user's config on real ranks, compares it
-with plain training, resumes it, and kills an optimizer process. `verify_rank` is what a rank does.
+with plain training, resumes it, and kills an optimizer process.
 
-This process makes the config of the check from the user's, starts the ranks, limits their time and
-reports. Each rank writes its verdicts to a file. The kernel ends a rank with this process, and an
-optimizer process with its rank.
+The command's process makes the config of the check from the user's, starts the ranks, limits their
+time and reports. Each rank (`Rank`) writes its verdicts to a file. The kernel ends a rank with the
+command, and an optimizer process with its rank.
+
+Plain training is torch's Adam over fp32 masters, with gradients averaged over the ranks: no ZeRO.
+It takes the learning rate and loss scale of each step from the engine.
 """
 
 import json
 import math
 import os
 import re
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import deepspeed_ext
+from deepspeed_ext.adapter import shared_buffers, upstream
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import counted, logger
-from deepspeed_ext.runtime.process import python_command
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.log import counted, logger, one_line
+from deepspeed_ext.runtime.process import end_with_parent, python_command
 
-__all__ = ["CHECKS", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
+__all__ = ["CHECKS", "Rank", "Report", "checked_config", "main", "run_from_cli", "verify"]
 
-CHECKS = ("training", "resume", "worker's death")
+CHECKS, REFUSED = ("training", "resume", "worker's death"), "config"
+"""Names of verdicts; the last one is there only if DeepSpeed or this package refuses the config."""
 PLAN = "plan.json"
 """File with the config of the check and its number of steps, in the folder of the check."""
 GRACE_SECONDS = 60.0
@@ -79,8 +94,6 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
     Raises:
         ConfigError: the config cannot be read, or DeepSpeed refuses it.
     """
-    from deepspeed_ext.runtime.backend import get_accelerator
-
     config, count = read_json(arguments.config), 0
     if get_accelerator().device_name() != "cpu":
         count = get_accelerator().device_count()
@@ -95,33 +108,24 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
 
 
 def checked_config(
-    user: Mapping[str, Any], folder: str, steps: int | None
+    user: Mapping[str, Any], steps: int | None
 ) -> tuple[dict[str, Any], int, list[str]]:
     """The config of a check, its number of steps, and the differences from the user's config.
 
     Args:
-        folder: where DeepSpeed may write.
         steps: the user's choice; None: as many as the config needs.
     """
     changes: list[str] = []
     config = _filled(user, "", changes) | {"steps_per_print": 10**9}
-    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    total = count_in(user, "train_batch_size")
-    step = math.prod(count_in(user, name) or 1 for name in sizes)
-    if (total or step) % step:
-        names = " x ".join(sizes)
-        raise ConfigError(f"train_batch_size {total} is not a multiple of {names} = {step}")
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
         needs = "train_batch_size or train_micro_batch_size_per_gpu"
         raise ConfigError(f"set {needs}: DeepSpeed needs one")
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     for name, default in sizes.items():
         config[name] = min(count_in(user, name) or default, MOST_BATCH)
         if config[name] != user.get(name):
             changes.append(f"{name}: {config[name]}")
-    zero, interval = section_of(config, "zero_optimization"), 1
-    for name in ("offload_param", "offload_optimizer"):
-        if "nvme_path" in section_of(zero, name):
-            zero[name]["nvme_path"] = folder
+    zero, needed = section_of(config, "zero_optimization"), STEPS
     if not section_of(config, "optimizer"):
         # torch's, as the Trainer passes it; under offload Accelerate makes it DeepSpeed's CPU Adam
         is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
@@ -135,8 +139,8 @@ def checked_config(
         if isinstance(warm_up, int) and warm_up > WARM_UP:
             zenflow["full_warm_up_rounds"] = WARM_UP
             changes.append(f"zenflow.full_warm_up_rounds: {WARM_UP}")
-        interval = zenflow.get("update_interval", 1)
-    needed = STEPS + 4 * (interval - 1 if isinstance(interval, int) else 8)
+        if isinstance(interval := zenflow.get("update_interval"), int):
+            needed += 4 * (interval - 1)
     return config, steps or needed, changes
 
 
@@ -160,7 +164,7 @@ def _filled(section: Mapping[str, Any], where: str, changes: list[str]) -> dict[
 
 def start_rank(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
     """Start a rank with `log` as its output."""
-    command = python_command("deepspeed_ext.commands.verify_rank", str(folder), str(os.getpid()))
+    command = python_command("deepspeed_ext.commands.verify", str(folder), str(os.getpid()))
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
     return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
@@ -183,12 +187,13 @@ def verify(
     """
     with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
         folder, processes = Path(name), list[Any]()
-        config, steps, changes = checked_config(user, name, steps)
+        config, steps, changes = checked_config(user, steps)
         (folder / PLAN).write_text(json.dumps([config, steps]))
         try:
             for rank in range(ranks):
                 with (folder / f"{rank}.log").open("wb") as log:
                     processes.append(start(folder, _environment(rank, ranks), log))
+            logger.info(f"verify: {counted(ranks, 'rank')}, {counted(steps, 'step')}")
             why = _wait(folder, processes, limit_seconds)
             statuses = [process.poll() for process in processes]
         finally:
@@ -213,20 +218,18 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     return given | {"DSEXT_LOG_LEVEL": "INFO"}
 
 
-def _results(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank has written so far: its verdicts, and whether it refused the config."""
+def _verdicts(folder: Path, rank: int) -> dict[str, tuple[str, str]]:
+    """What a rank has written so far, by the name of the check."""
     path = folder / f"{rank}.json"
-    return json.loads(path.read_text()) if path.exists() else {"checks": {}, "refused": False}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _wait(folder: Path, processes: list[Any], limit_seconds: float) -> str:
     """Wait until all ranks have ended; return why they have not."""
-    deadline, why, told = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s", -1
+    deadline, why = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s"
     while None in (statuses := [process.poll() for process in processes]):
-        if told < (done := len(_results(folder, 0)["checks"])) < len(CHECKS):
-            logger.info(f"verify: {CHECKS[done]}")
-            told = done
-        grace, is_last = time.monotonic() + GRACE_SECONDS, done >= len(CHECKS) - 1
+        grace = time.monotonic() + GRACE_SECONDS
+        is_last = len(_verdicts(folder, 0)) >= len(CHECKS) - 1
         if (any(statuses) or is_last) and grace < deadline:
             what = "one of them failed" if any(statuses) else "an optimizer process was killed"
             deadline, why = grace, f"in {GRACE_SECONDS:.0f} s after {what}"
@@ -245,22 +248,327 @@ def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tup
     Raises:
         ConfigError: a rank refused the config.
     """
-    results = [_results(folder, rank) for rank in range(len(statuses))]
+    results = [_verdicts(folder, rank) for rank in range(len(statuses))]
+    if refused := [result[REFUSED][1] for result in results if REFUSED in result]:
+        raise ConfigError(f"this config cannot train: {refused[0]}")
+    ended = "FAIL", why or f"the ranks ended with the statuses {statuses}"
     checks: dict[str, tuple[str, str]] = {}
-    ended = why or f"the ranks ended with the statuses {statuses}"
     for name in CHECKS:
-        verdicts = [result["checks"].get(name, ["", ""]) for result in results]
-        status, detail = next((each for each in verdicts if each[0] == "FAIL"), min(verdicts))
-        if any(result["refused"] for result in results):
-            raise ConfigError(f"this config cannot train: {detail}")
-        if not status:  # a rank did not come so far
-            has_failed = any(earlier == "FAIL" for earlier, _ in checks.values())
-            status, detail = (
-                ("SKIPPED", "the run stopped before") if has_failed else ("FAIL", ended)
-            )
-        checks[name] = status, detail
+        verdicts = [result.get(name, ended) for result in results]
+        is_over = any(status == "FAIL" for status, _ in checks.values())
+        if is_over and not all(name in result for result in results):
+            verdicts = [("SKIPPED", "the run stopped before")]
+        checks[name] = next((each for each in verdicts if each[0] == "FAIL"), min(verdicts))
     # after an optimizer process's death, any status may occur
     badly = why or (any(statuses) and checks[CHECKS[-1]][0] == "SKIPPED")
     if badly and all(status != "FAIL" for status, _ in checks.values()):
-        checks["end"] = "FAIL", ended
+        checks["end"] = ended
     return checks
+
+
+# -- a rank ----------------------------------------------------------------------------------------
+
+TOLERANCE = 0.1
+"""Largest deviation from plain training, of a parameter's movement and of a gradient's norm.
+Rounding in 16 bits, 8-bit moments and prediction stay below it; a gradient dropped once in eight
+steps does not."""
+OF_WEIGHTS = 4
+"""Weights on the accelerator, whose prediction may be a step off, may deviate by so many times as
+much, beside their rounding."""
+VOCABULARY, COMMON, WIDTH, HIDDEN, LENGTH = 2053, 89, 64, 131, 24
+"""Sizes of the model and its sequences. Tokens below COMMON follow one another by a rule."""
+
+REFUSALS = (
+    *(ValueError, TypeError, KeyError, AssertionError, NotImplementedError),
+    upstream.deepspeed.DeepSpeedConfigError,
+)
+"""Exceptions with which DeepSpeed and this package refuse a config."""
+Weights = dict[str, Tensor]
+"""fp32, on the host, by the parameter's name."""
+Verdict = tuple[str, str]
+"""Status (PASS, FAIL or SKIPPED) and detail."""
+
+
+class SmallModel(nn.Module):
+    """Predicts the next token. It has parameters of one element and of three dimensions, odd sizes
+    and a tied head."""
+
+    def __init__(self, seed: int = 20) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.mix = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, bias=False)
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+            self.norm, self.gain = (
+                nn.LayerNorm(WIDTH),
+                nn.Parameter(torch.full((1,), 1.5, dtype=torch.float32, device="cpu")),
+            )
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.embedding.weight
+            nn.init.normal_(self.embedding.weight, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch, LENGTH], int64. Returns the mean cross-entropy."""
+        x = self.embedding(tokens)
+        x = x + self.mix(functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        x = x + self.down(functional.gelu(self.up(x)))
+        logits = self.head(self.norm(x) * self.gain)[:, :-1].float()
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def data_of(step: int, config: Mapping[str, Any], device: Any) -> Iterator[Tensor]:
+    """Tokens of each micro-step of a step on this rank: [batch, LENGTH]."""
+    draw = torch.Generator().manual_seed(1 + step * 4096 + dist.get_rank())
+    count = config["train_micro_batch_size_per_gpu"]
+    for _ in range(config["gradient_accumulation_steps"]):
+        first = torch.randint(COMMON, (count, 1), generator=draw)
+        rare = torch.randint(COMMON, VOCABULARY, (count, LENGTH), generator=draw)
+        tokens = (first + 7 * torch.arange(LENGTH, dtype=torch.int64, device="cpu")) % COMMON
+        is_rare = torch.rand(count, LENGTH, dtype=torch.float32, device="cpu", generator=draw) < 0.1
+        yield torch.where(is_rare, rare, tokens).to(device)
+
+
+class Step(NamedTuple):
+    """A step of the engine; the loss is the mean over ranks, the group has the learning rate."""
+
+    loss: float
+    norm: float
+    is_skipped: bool
+    loss_scale: float
+    group: dict[str, Any]
+
+
+def train_plainly(
+    config: Mapping[str, Any], engine: Any, steps: list[Step]
+) -> tuple[list[float], Weights]:
+    """Train as many steps plainly, all ranks together; return the gradient norm of each, and the
+    masters after the last."""
+    model, count = SmallModel(), config["gradient_accumulation_steps"] * dist.get_world_size()
+    model.to(engine.device, next(engine.module.parameters()).dtype)
+    masters = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    optimizer = _adam(config["optimizer"], masters)
+    norms, clip = list[float](), float(engine.gradient_clipping() or math.inf)
+    for number, step in enumerate(steps):
+        optimizer.param_groups[0].update(lr=step.group["lr"], betas=step.group["betas"])
+        sums = [torch.zeros_like(master) for master in masters]
+        for tokens in data_of(number, config, engine.device):
+            (model(tokens) * step.loss_scale).backward()
+            for total, param in zip(sums, model.parameters(), strict=True):
+                total += param.grad / (step.loss_scale * count)
+                param.grad = None
+        for master, total in zip(masters, sums, strict=True):
+            dist.all_reduce(total)
+            master.grad = total
+        norm = float(nn.utils.clip_grad_norm_(masters, clip))
+        norms.append(norm if math.isfinite(norm) else math.inf)
+        if not step.is_skipped:
+            optimizer.step()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.data.copy_(master)
+    names = [name for name, _ in model.named_parameters()]
+    return norms, {n: m.detach().cpu() for n, m in zip(names, masters, strict=True)}
+
+
+def _adam(section: Mapping[str, Any], masters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW with the arguments of the config's ``optimizer`` section."""
+    params = section_of(section, "params")
+    is_adamw = section["type"].lower() == "adamw" or params.get("adam_w_mode", True)
+    # without a value in the config, DeepSpeed's own Adams decay by 0, torch's AdamW by 0.01
+    given: dict[str, Any] = {} if params.get("torch_adam") else {"weight_decay": 0.0}
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    given |= {name: params[name] for name in names if name in params}
+    return (torch.optim.AdamW if is_adamw else torch.optim.Adam)(masters, **given)
+
+
+class Rank:
+    """A rank of the check. The methods named like checks run in their order and judge."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, int(os.environ["RANK"])
+        self.config, self.steps = json.loads((folder / PLAN).read_text())
+        self.save_after = self.steps // 2 | 1
+        section = section_of(self.config, "zero_optimization").get("zenflow")
+        self.zenflow = None if section is None else ZenFlowConfig(**section)
+        self.engine: Any = None
+
+    def run(self) -> None:
+        """Make every check; the first that raises ends the rank."""
+        checks: dict[str, Verdict] = {}
+        for name, part in zip(CHECKS, (self.training, self.resume, self.death), strict=True):
+            try:
+                checks[name] = part()
+            except BaseException as error:
+                is_refused = self.engine is None and isinstance(error, REFUSALS)
+                checks[REFUSED if is_refused else name] = "FAIL", one_line(error)[:600]
+                raise
+            finally:
+                aside = self.folder / f"{self.number}.new"  # a reader sees a whole file at any time
+                aside.write_text(json.dumps(checks))
+                aside.replace(self.folder / f"{self.number}.json")
+        if self.zenflow is None:
+            self.end()
+
+    def initialize(self) -> None:
+        """Join the other ranks and build the engine."""
+        accelerator, backend = upstream.get_accelerator(), "gloo"
+        if accelerator.device_name() == "cpu":
+            upstream.fp16_on_any_cpu()
+        else:
+            accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+            backend = accelerator.communication_backend_name()
+        ranks = int(os.environ["WORLD_SIZE"])  # a URL would end at a # in the path
+        store = torch.distributed.FileStore(str(self.folder / "rendezvous"), ranks)
+        torch.distributed.init_process_group(backend, None, None, ranks, self.number, store)
+        with shared_buffers.not_made():
+            upstream.deepspeed.init_distributed(dist_backend=backend)
+        model = SmallModel()
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        self.make_engine(model)
+        self.dtype = next(model.parameters()).dtype
+        self.first = {name: weight.to(self.dtype).float() for name, weight in before.items()}
+
+    def make_engine(self, model: nn.Module) -> None:
+        """Build the engine, as a user's script does."""
+        given = {"model_parameters": list(model.parameters()), "config": self.config}
+        self.engine = deepspeed_ext.initialize(model=model, **given)[0]
+
+    def state(self) -> tuple[Weights, Weights]:
+        """The module's parameters in full and their fp32 masters, which are the parameters where
+        there are no others. All ranks call this together."""
+        weights, masters = {}, {}
+        for name, param in self.engine.module.named_parameters():
+            is_partitioned = hasattr(param, "ds_id")
+            with upstream.deepspeed.zero.GatheredParameters([param], enabled=is_partitioned):
+                weights[name] = param.detach().float().cpu().clone()
+            master = upstream.master_of(param)
+            is_own = master is not None
+            masters[name] = master.cpu().view_as(weights[name]) if is_own else weights[name]
+        return weights, masters
+
+    def step(self, number: int) -> float:
+        """Take an optimizer step; return the mean loss of all ranks."""
+        losses = []
+        for tokens in data_of(number, self.config, self.engine.device):
+            loss = self.engine(tokens)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach().float())
+        dist.all_reduce(total := torch.stack(losses).mean())
+        return float(total) / dist.get_world_size()
+
+    def training(self) -> Verdict:
+        """Norms of gradients, and movements of weights and masters, are those of plain training."""
+        self.initialize()
+        self.own: list[Step] = []
+        for number in range(self.steps):
+            if number == self.save_after:
+                self.engine.save_checkpoint(str(self.folder / "saved"), tag="saved")
+            optimizer = self.engine.optimizer
+            scale = getattr(optimizer, "loss_scale", 1.0)
+            group, loss = dict(optimizer.param_groups[0]), self.step(number)
+            norm = self.engine.get_global_grad_norm()
+            is_skipped = bool(getattr(optimizer, "overflow", False))
+            norm = math.inf if is_skipped else math.nan if norm is None else float(norm)
+            self.own.append(Step(loss, norm, is_skipped, float(scale), group))
+        weights, masters = self.last = self.state()
+        moved = {name: float((w - self.first[name]).norm()) for name, w in masters.items()}
+        what = f"{self.own[0].loss:.4f} -> {self.own[-1].loss:.4f}"
+        if still := [name for name, length in moved.items() if not 0 < length < math.inf]:
+            return "FAIL", f"{what}; parameters that do not move: {_listed(still)}"
+        if why := self._why_not_comparable():
+            return "PASS", f"{what}; {why}"
+        norms, plain = train_plainly(self.config, self.engine, self.own)
+        apart = {
+            f"the gradient's norm in step {number}": abs(step.norm / norm - 1.0)
+            for number, (step, norm) in enumerate(zip(self.own, norms, strict=True), start=1)
+            if not math.isnan(step.norm) and step.norm != norm
+        }
+        quantizes = section_of(self.config, "zero_optimization").get("zero_quantized_weights")
+        for name, master in plain.items():
+            length = float((master - self.first[name]).norm())
+            rounding = 2 * float((master - master.to(self.dtype)).norm())
+            beyond = max(0.0, float((weights[name] - master).norm()) - rounding)
+            apart[f"the movement of {name}"] = float((masters[name] - master).norm()) / length
+            apart[f"the weights of {name}"] = 0.0 if quantizes else beyond / length / OF_WEIGHTS
+        if wrong := [f"{name} ({d:.0%})" for name, d in apart.items() if not d <= TOLERANCE]:
+            return "FAIL", f"{what}; deviations: {_listed(wrong)}"
+        worst = max(apart, key=lambda name: apart[name])
+        return "PASS", f"{what}; deviations: at most {apart[worst]:.1%}, of {worst}"
+
+    def _why_not_comparable(self) -> str:
+        """Why there is no plain training; empty: there is."""
+        name, params = self.config["optimizer"]["type"], self.config["optimizer"].get("params", {})
+        low = any("master_weights_and_grads" in str(self.config.get(k)) for k in ("bf16", "fp16"))
+        if self.zenflow is not None and self.zenflow.rule == "selective":
+            return "not compared: the selective rule defers most updates by design"
+        if low or name.lower() not in ("adam", "adamw") or not params.get("bias_correction", True):
+            return f"not compared: torch has no such {name}"
+        return ""
+
+    def resume(self) -> Verdict:
+        """A new engine that loads the checkpoint takes bitwise the same steps."""
+        self.engine.destroy()
+        self.make_engine(SmallModel(seed=21))
+        self.load()
+        again = [self.step(step) for step in range(self.save_after, self.steps)]
+        after, losses = self.state(), [step.loss for step in self.own[self.save_after :]]
+        what = f"{len(again)} steps from step {self.save_after} in a new engine"
+        pairs = zip(self.last, after, strict=True)
+        is_same = all(torch.equal(old[name], new[name]) for old, new in pairs for name in old)
+        if again == losses and is_same:
+            return "PASS", f"{what}: losses, weights and masters equal to the bit"
+        apart = _distance(after[1], self.last[1]) / _distance(self.first, self.last[1])
+        if self.zenflow is None and apart <= TOLERANCE:
+            return "PASS", f"{what}: DeepSpeed's own steps need not repeat to the bit"
+        what += f": losses {again} and not {losses}; "
+        return "FAIL", f"{what}masters differ by {apart:.2%} of the movement"
+
+    def load(self) -> None:
+        """Load the checkpoint, as a user's script does."""
+        path, _ = self.engine.load_checkpoint(str(self.folder / "saved"), tag="saved")
+        if path is None:
+            raise FileNotFoundError("load_checkpoint found nothing to load")
+
+    def death(self) -> Verdict:
+        """The death of rank 0's optimizer process is an error on every rank."""
+        if self.zenflow is None:
+            return "SKIPPED", "this config has no optimizer process"
+        own = psutil.Process().children()
+        workers = [each for each in own if "deepspeed_ext.zenflow.worker" in str(each.cmdline())]
+        dist.barrier()
+        if self.number == 0:
+            workers[0].send_signal(signal.SIGKILL)
+        begin, most = time.monotonic(), 4 * (self.zenflow.update_interval or 4) + 4
+        try:
+            for step in range(most):
+                self.step(self.steps + step)
+        except Exception as error:
+            seconds = time.monotonic() - begin
+            return "PASS", f"an error on every rank in {seconds:.1f} s: {one_line(error)[:160]}"
+        return "FAIL", f"{most} more steps without an error: they trained without it"
+
+    def end(self) -> None:
+        """End as a script does."""
+        self.engine.destroy()
+        dist.destroy_process_group()
+
+
+def _distance(a: Weights, b: Weights) -> float:
+    return math.hypot(*(float((a[name] - b[name]).norm()) for name in b))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def main(kind: type[Rank] = Rank) -> None:
+    """Run one rank. Arguments of the process: the folder of the check, and its parent's id.
+
+    Args:
+        kind: a subclass with a fault, for tests.
+    """
+    end_with_parent()
+    if not os.path.exists(f"/proc/{sys.argv[2]}"):  # it ended before the line above ran
+        raise SystemExit("the check has ended before this rank began")
+    kind(Path(sys.argv[1])).run()

@@ -1,8 +1,8 @@
 """Assigns disjoint CPU cores to each rank's PyTorch threads and optimizer process.
 
-`topology` reads facts from a directory tree, and `plan` computes a plan from them, without torch,
-DeepSpeed or system calls. `threads` sets masks; `binding` agrees on the plan among ranks and holds
-the object that an engine uses.
+`host` reads facts from a directory tree, and sets masks; `plan` computes a plan from them, without
+torch, DeepSpeed or system calls. `binding` agrees on the plan among ranks and holds the object that
+an engine uses.
 
 The package itself records which CPUs this process may use, before torch's OpenMP runtime or core
 binding narrows its masks. So importing it imports nothing else.

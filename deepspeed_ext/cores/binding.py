@@ -7,7 +7,7 @@ read its host, or must not be bound, still takes part in every collective, and l
 unbound.
 
 All engines of a process share its threads. The first binding records the threads' previous state,
-and the end of the last binding restores it. In between, the plan of the latest binding is in force.
+and the end of the last binding restores it. In between, the plan of the latest one is in force.
 
 A process may hold two OpenMP runtimes: the one in torch's wheel, and the system's, which natively
 built operators such as DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it
@@ -29,6 +29,17 @@ import torch
 
 from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.cores.host import (
+    Topology,
+    WorkerPlacement,
+    confine,
+    find_allowed,
+    omp_binding,
+    own_masks,
+    read_accelerator_node,
+    read_topology,
+    restore,
+)
 from deepspeed_ext.cores.plan import (
     HostPlan,
     PlanRequest,
@@ -37,18 +48,10 @@ from deepspeed_ext.cores.plan import (
     plan_host,
     plan_text,
 )
-from deepspeed_ext.cores.threads import WorkerPlacement, confine, outside, own_masks, restore
-from deepspeed_ext.cores.topology import (
-    Topology,
-    find_allowed,
-    omp_binding,
-    read_accelerator_node,
-    read_topology,
-)
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import counted, is_off, logger, one_line, warn_once
-from deepspeed_ext.runtime.proc import format_cpulist, host_id, read_cpu_quotas, read_text
+from deepspeed_ext.runtime.log import is_off, logger, warn_once
+from deepspeed_ext.runtime.proc import host_id, read_cpu_quotas, read_text
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
 __all__ = ["Agreement", "CoreBinding", "RankReport", "agree", "pci_address", "report_rank"]
@@ -63,9 +66,9 @@ class RankReport:
     """Identifies the running kernel, hence the host."""
     facts: RankFacts
     topology_digest: str | None
-    """None if this rank cannot read its host."""
-    disabled: str | None = None
-    """Why this rank must not be bound; None if it may be."""
+    """None if this rank is not to be bound."""
+    unbound: str | None = None
+    """Why it is not; None: it may be."""
 
 
 @dataclass(frozen=True)
@@ -95,29 +98,26 @@ def report_rank(
 ) -> tuple[RankReport, Topology | None, tuple[str, ...]]:
     """Read this rank's host and return the report, the topology and warnings.
 
-    If the host cannot be read, the topology is None and a warning says why. If this rank must not
-    be bound, the host is not read.
-
     Args:
-        rank, local_rank, disabled: see `RankReport` and `RankFacts`.
         pci_address: PCI address of the rank's accelerator; None if unknown.
+        disabled: why this rank must not be bound, so that its host need not be read.
         root: directory that holds ``sys`` and ``proc``.
 
     Raises:
         ConfigError: the settings contradict each other or the host.
     """
-    facts, topology = RankFacts(local_rank, frozenset()), None
-    warnings: tuple[str, ...] = ()
-    try:
-        if disabled is None:
+    if disabled is None:
+        try:
             topology = read_topology(root)
             allowed, warnings = find_allowed(topology, root)
-            node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+            node = read_accelerator_node(pci_address, root) if pci_address else None
             facts = RankFacts(local_rank, allowed, node, read_cpu_quotas(root))
-    except (UnsupportedError, OSError) as unreadable:
-        topology, warnings = None, (str(unreadable),)
-    digest = topology.digest() if topology else None
-    return RankReport(rank, host_id(root), facts, digest, disabled), topology, warnings
+            report = RankReport(rank, host_id(root), facts, topology.digest())
+            return report, topology, warnings
+        except (UnsupportedError, OSError) as unreadable:
+            disabled = str(unreadable)
+    facts = RankFacts(local_rank, frozenset())
+    return RankReport(rank, host_id(root), facts, None, disabled), None, ()
 
 
 def agree(
@@ -130,7 +130,7 @@ def agree(
     """Exchange reports and plan this host. A collective: every rank of `ranks` calls it.
 
     Args:
-        topology: this rank's host; None if it cannot be read.
+        topology: this rank's host; None if it is not to be bound.
         warnings: of this rank, put before those of the plan.
 
     Raises:
@@ -147,7 +147,7 @@ def agree(
             return Agreement(None, None, "unbound", warnings, position == 0, request)
         # Local ranks may repeat (ranks started by hand, several containers); positions do not.
         facts = [replace(peer.facts, local_rank=index) for index, peer in enumerate(peers)]
-        assert topology is not None, "its digest is that of every rank"
+        assert topology is not None, "it is that of every rank"
         host = plan_host(topology, facts, request)
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
         text, warnings = plan_text(topology, host), (*warnings, *host.warnings)
@@ -156,37 +156,24 @@ def agree(
 
 def _why_unbound(peers: Sequence[RankReport]) -> str:
     """Say why the ranks of a host must all stay unbound; "" if they need not."""
-    if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
-        return "; ".join(disabled)
-    digests = {peer.topology_digest for peer in peers}
-    if len(digests) > 1:
-        return "its ranks see different CPUs (separate containers, or no /sys)"
-    return "its CPUs cannot be read" if None in digests else ""
+    if unbound := [f"rank {peer.rank}: {peer.unbound}" for peer in peers if peer.unbound]:
+        return "; ".join(unbound)
+    is_one = len({peer.topology_digest for peer in peers}) == 1
+    return "" if is_one else "its ranks see different CPUs (separate containers)"
 
 
 def pci_address() -> str | None:
     """Return the PCI address of the current device, such as ``0000:3b:00.0``; None if DeepSpeed
-    trains on the CPU, or torch does not report it.
-
-    A failure is a warning, because a plan needs no address.
-    """
+    trains on the CPU, or torch does not report it."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return None
     try:
         module: Any = torch.get_device_module(accelerator.device_name())
-        properties = module.get_device_properties(accelerator.current_device())
-        parts = [getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")]
+        found = module.get_device_properties(accelerator.current_device())
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     except AttributeError:
         return None
-    except Exception as error:  # drivers raise errors of any kind
-        warn_once(
-            f"core binding: the accelerator's PCI address cannot be read ({one_line(error)}); "
-            "plans do not take its NUMA node into account"
-        )
-        return None
-    domain, bus, device = parts
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
@@ -242,10 +229,12 @@ def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
             continue
 
 
-_plans: list[RankPlan] = []
-"""Of the bindings of this process, the oldest first: its threads follow the last one."""
+_bindings = 0
+"""Number of this process's bindings."""
+_plan: RankPlan | None = None
+"""Of the latest one, which the threads follow."""
 _masks: Mapping[int, frozenset[int]] | None = None
-"""Of its threads, before any binding."""
+"""Of the threads, before any binding."""
 _undo: Callable[[], None] | None = None
 """Restores the thread counts from before any binding."""
 
@@ -261,25 +250,20 @@ def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
     Raises:
         OSError: the kernel refused, or does not report the threads' masks.
     """
-    global _masks
-    # Append first: the garbage collector may call `_release_threads` for another engine at any
+    global _bindings, _masks, _plan, _undo
+    # Count first: the garbage collector may call `_release_threads` for another engine at any
     # point.
-    _plans.append(plan)
+    _bindings += 1
+    _plan = plan
     if _masks is None:
         _masks = own_masks()
         masks.keep_mask(allowed)
     else:
         restore(_masks)
-    _apply(plan)
-
-
-def _apply(plan: RankPlan) -> None:
-    global _undo
-    setting = omp_binding(os.environ)
-    _confine(plan)
+    confine(plan.pytorch)
     undo = set_threads(plan.pytorch_threads)
     _undo = _undo or undo
-    if setting is not None:
+    if (setting := omp_binding(os.environ)) is not None:
         warn_once(
             f"core binding: {setting} makes OpenMP bind threads itself. "
             "They are moved into the plan; unset it"
@@ -288,36 +272,20 @@ def _apply(plan: RankPlan) -> None:
         # bound the main thread to the first of them, and other threads inherit that mask.
         start_pool(plan.pytorch_threads)
         os.sched_setaffinity(os.getpid(), plan.pytorch)
-    _confine(plan)
+    confine(plan.pytorch)
 
 
-def _confine(plan: RankPlan) -> None:
-    confine(plan.pytorch, pin_each_thread="isolated" in plan.flags)
-
-
-def _release_threads(plan: RankPlan) -> None:
-    """End a binding: the previous binding's plan applies again or, after the last one, the original
-    state. Never raises."""
-    global _masks, _undo
-    if plan not in _plans:
-        return
-    _plans.remove(plan)
-    if _masks is None:
+def _release_threads() -> None:
+    """End a binding; the last one restores the threads."""
+    global _bindings, _masks, _plan, _undo
+    _bindings -= 1
+    if _bindings or _masks is None:
         return
     restore(_masks)
-    if _plans:
-        try:
-            _apply(_plans[-1])
-        except Exception as error:
-            logger.warning(
-                "core binding: cannot confine the threads "
-                f"to CPUs {list(_plans[-1].pytorch)} again ({error})"
-            )
-        return
     if _undo is not None:
         _undo()
     masks.keep_mask(None)
-    _masks = _undo = None
+    _masks = _plan = _undo = None
 
 
 DISABLE_VARIABLE = "DSEXT_BIND"
@@ -399,9 +367,9 @@ class CoreBinding:
     @property
     def worker_placement(self) -> WorkerPlacement | None:
         """Placement of the optimizer process; None if it is unbound."""
-        return (
-            WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
-        )
+        if (plan := self.plan) is None or not plan.optimizer:
+            return None
+        return WorkerPlacement(frozenset(plan.optimizer), "split" in plan.flags)
 
     @property
     def cores(self) -> int | None:
@@ -410,7 +378,7 @@ class CoreBinding:
         return None if plan is None else plan.pytorch_threads + len(plan.optimizer)
 
     def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
-        self._release = weakref.finalize(self, _release_threads, plan)
+        self._release = weakref.finalize(self, _release_threads)
         self._release.atexit = False
         try:
             _follow(plan, allowed)
@@ -426,59 +394,32 @@ class CoreBinding:
             f"training continues unbound"
         )
 
-    def refresh(self, worker_pid: int | None = None) -> str:
-        """Confine threads that started outside the plan since `start`; then warn about, and return,
-        what `verify` finds."""
+    def refresh(self) -> None:
+        """Confine threads that have started outside the plan since `start`, and warn if workers of
+        data loaders share too few cores with PyTorch."""
         self.is_refreshed = True
-        if self.plan is not None:
-            try:
-                _confine(_plans[-1] if _plans else self.plan)
-            except Exception as error:  # as in `_bind_threads`
-                self._give_up(error)
-        found = self.verify(worker_pid)
-        for text in (found, self._loader_advice()):
-            if text:
-                warn_once(f"core binding: {text}")
-        return found
-
-    def _loader_advice(self) -> str:
-        """Advice if data loader workers share too few cores with PyTorch; else "".
-
-        The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
-        that this process started through multiprocessing.
-        """
+        if self.plan is None:
+            return
+        try:
+            confine((_plan or self.plan).pytorch)
+        except Exception as error:  # as in `_bind_threads`
+            self._give_up(error)
+            return
+        # The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
+        # that this process started through multiprocessing.
         plan, request = self.plan, self.agreement.request
         is_given = request.pt_reserved_cores is not None or request.optimizer_cores is not None
         loaders = sum(child.daemon for child in multiprocessing.active_children())
-        if plan is None or not plan.optimizer or is_given or plan.pytorch_threads > loaders:
-            return ""
-        return (
-            f"{loaders} data loader processes share {plan.pytorch_threads} cores with PyTorch. If "
-            "the accelerator waits for data, set zenflow.pt_reserved_cores to "
-            f"{loaders + plan.pytorch_threads}"
-        )
-
-    def verify(self, worker_pid: int | None = None) -> str:
-        """Say which threads may run outside the plan; "" if all is well.
-
-        Args:
-            worker_pid: process id of the optimizer process; None if there is none.
-        """
-        if self.plan is None:
-            return ""
-        stray = {"this process": outside((_plans[-1] if _plans else self.plan).pytorch)}
-        if worker_pid is not None:
-            stray["the optimizer process"] = outside(self.plan.optimizer, worker_pid)
-        return "; ".join(
-            f"{counted(len(found), 'thread')} of {name} may run outside the plan, on CPUs "
-            f"{format_cpulist(frozenset().union(*found.values()))}"
-            for name, found in stray.items()
-            if found
-        )
+        if plan.optimizer and not is_given and plan.pytorch_threads <= loaders:
+            warn_once(
+                f"core binding: {loaders} data loader processes share {plan.pytorch_threads} cores "
+                "with PyTorch. If the accelerator waits for data, set zenflow.pt_reserved_cores to "
+                f"{loaders + plan.pytorch_threads}"
+            )
 
     def restore(self) -> None:
-        """Restore the masks and thread counts from before `start`. If another binding of this
-        process is still active, apply its plan instead. Idempotent."""
+        """End this binding. The last one of this process restores masks and thread counts.
+        Idempotent."""
         if self._release is not None:
             self._release()  # does nothing the second time
         self.plan = None

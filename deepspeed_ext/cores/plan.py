@@ -13,16 +13,29 @@ optimizer gets one hardware thread of each remaining core, because its pass is m
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 
-from deepspeed_ext.cores.topology import Core, Topology, find_allowed, read_topology
-from deepspeed_ext.errors import ConfigError
+from deepspeed_ext import cores as masks
+from deepspeed_ext.cores.host import (
+    Core,
+    Topology,
+    find_allowed,
+    read_accelerator_node,
+    read_topology,
+)
+from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist, parse_cpulist, read_cpu_quotas
+from deepspeed_ext.runtime.proc import (
+    CpuQuota,
+    format_cpulist,
+    read_cpu_quota_cores,
+    read_cpu_quotas,
+)
 
 __all__ = [
     "HostPlan",
@@ -33,8 +46,8 @@ __all__ = [
     "plan_text",
     "read_host",
     "split_cores",
+    "unbound_threads",
     "usable_cores",
-    "within_quota",
 ]
 
 Usable = Mapping[Core, tuple[int, ...]]
@@ -88,8 +101,8 @@ class RankPlan:
     flags: tuple[str, ...] = ()
     """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware
     threads of one core. ``split``: the optimizer's cores are on several nodes, so each of its
-    threads is pinned to one of them. ``throttle_risk``: the CPU quota is below two cores per rank.
-    ``isolated``: the kernel balances no load on any of the rank's CPUs."""
+    threads is pinned to one of them. ``throttle_risk``: the CPU quota is below two cores per
+    rank."""
     reason: str = ""
     """Explains the choice, for people."""
 
@@ -120,27 +133,15 @@ def plan_host(
     The result does not depend on the order of ``ranks`` or of the topology's cores.
 
     Args:
-        ranks: the host's ranks; their local ranks must differ.
+        ranks: the host's ranks; their local ranks differ, and each may use a CPU of the topology.
         request: what is asked for; by default nothing, with accelerators present.
-
-    Raises:
-        ValueError: a rank has no allowed CPU that is online.
     """
-    for rank in ranks:
-        if not rank.allowed & topology.cpus:
-            raise ValueError(
-                f"local rank {rank.local_rank}: none of its CPUs "
-                f"{format_cpulist(rank.allowed) or '(none)'} is "
-                f"online (online: {format_cpulist(topology.cpus)})"
-            )
     ordered = sorted(ranks, key=lambda rank: rank.local_rank)
     return _HostPlanner(topology, ordered, request or PlanRequest()).run()
 
 
 def usable_cores(topology: Topology, allowed: frozenset[int]) -> Usable:
-    """Return the cores that a rank may use. Isolated CPUs are left out unless the rank has no
-    others."""
-    allowed = allowed - topology.isolated or allowed
+    """Return the cores that a rank may use."""
     usable = {
         core: tuple(pu for pu in core.pus if pu in allowed)
         for core in sorted(topology.cores, key=lambda core: core.order)
@@ -201,7 +202,7 @@ class _HostPlanner:
     ) -> Iterator[tuple[RankFacts, list[Core]]]:
         """Yield each rank with its cores, nearest to its home first; at least as many cores as
         ranks."""
-        nodes, distance = sorted({core.node for core in cores}), self.topology.distance
+        nodes = sorted({core.node for core in cores})
         number = min(len(nodes), len(ranks))
         cuts = [index * len(nodes) // number for index in range(number + 1)]
         places = [nodes[first:last] for first, last in pairwise(cuts)]
@@ -212,18 +213,17 @@ class _HostPlanner:
             if home is None or home not in places[index]:
                 most = Counter(core.node for core in held[index])
                 home = max(most, key=lambda node: (most[node], -node))
-            left = iter(
-                sorted(held[index], key=lambda core: (distance(home, core.node), core.order))
-            )
+            left = iter(sorted(held[index], key=lambda core: (abs(core.node - home), core.order)))
             for position, member in enumerate(members):
                 share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
                 yield ranks[member], list(islice(left, limit))
 
     def _nearest(self, wanted: int | None, nodes: Sequence[int]) -> int | None:
+        """Neighbours have neighbouring numbers: on one socket, as a rule."""
         if wanted is None:
             return None
-        return min(nodes, key=lambda node: (self.topology.distance(wanted, node), node))
+        return min(nodes, key=lambda node: (abs(node - wanted), node))
 
     def _seated(
         self,
@@ -238,26 +238,26 @@ class _HostPlanner:
             places: nodes of each place.
             held: cores of each place.
         """
-        indices, distance = range(len(places)), self.topology.distance
+        indices = range(len(places))
         wanted = Counter(index for index in indices for home in homes if home in places[index])
         seats: Counter[int] = Counter()
+
+        def room(place: int) -> tuple[float, ...]:
+            return len(held[place]) / (seats[place] + 1), wanted[place] - seats[place], -place
+
         for _ in homes:  # to the place that then has most cores per rank
-            seats[
-                max(
-                    indices, key=lambda i: (len(held[i]) / (seats[i] + 1), wanted[i] - seats[i], -i)
-                )
-            ] += 1
+            seats[max(indices, key=room)] += 1
+
+        def far(rank: int, place: int) -> float:
+            home = homes[rank]
+            return math.inf if home is None else min(abs(node - home) for node in places[place])
+
+        pairs = [(rank, place) for rank in range(len(homes)) for place in indices]
         seated: dict[int, int] = {}
-        for rank, home in enumerate(homes):
-            index = next((index for index in indices if home in places[index]), None)
-            if index is not None and seats[index]:
-                seated[rank] = index
-                seats[index] -= 1
-        for rank in [rank for rank in range(len(homes)) if rank not in seated]:
-            home, free = homes[rank], [index for index in indices if seats[index]]
-            far = [0 if home is None else distance(home, places[index][0]) for index in free]
-            seated[rank] = free[far.index(min(far))]
-            seats[seated[rank]] -= 1
+        for rank, place in sorted(pairs, key=lambda pair: far(*pair)):  # the nearest first
+            if rank not in seated and seats[place]:
+                seated[rank] = place
+                seats[place] -= 1
         return [[rank for rank in sorted(seated) if seated[rank] == index] for index in indices]
 
     def _quota_cores(self, rank: RankFacts) -> float | None:
@@ -325,10 +325,7 @@ class _HostPlanner:
 
     def _common_flags(self, rank: RankFacts) -> list[str]:
         quota = self._quota_cores(rank)
-        flags = ["throttle_risk"] if quota is not None and quota < 2 else []
-        if rank.allowed & self.topology.cpus <= self.topology.isolated:
-            flags.append("isolated")
-        return flags
+        return ["throttle_risk"] if quota is not None and quota < 2 else []
 
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
         core_of = self.topology.core_of
@@ -357,7 +354,6 @@ _FLAG_WARNINGS = {
     "throttle_risk": (
         "has a CPU quota below two cores per rank and may be throttled: raise the quota"
     ),
-    "isolated": "has only isolated CPUs: each thread is pinned to one of them",
 }
 
 DEFAULT_RESERVED_FRACTION = 0.5
@@ -408,63 +404,61 @@ def within_quota(total: int, quota_cores: float | None) -> int:
     return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))
 
 
+def unbound_threads(
+    reserved: int | float | None,
+    local_ranks: int,
+    *,
+    on_cpu: bool = False,
+) -> int:
+    """Return the number of threads for an unbound optimizer process: as many as a plan would give
+    it cores, at least 1.
+
+    Args:
+        reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
+        local_ranks: number of ranks on this host, which share its cores evenly.
+        on_cpu: the CPU is the accelerator.
+    """
+    sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
+    rank_cores = within_quota(
+        max(1, _count_cores() // sharers), None if quota is None else quota / sharers
+    )
+    _, optimizer = split_cores(rank_cores, reserved, on_cpu=on_cpu)
+    return optimizer
+
+
+def _count_cores() -> int:
+    """Count the physical cores that a plan could use; CPUs if the host does not describe its
+    cores."""
+    try:
+        topology = read_topology()
+        return len(usable_cores(topology, find_allowed(topology)[0]))
+    except (ConfigError, UnsupportedError):
+        return len(masks.initial_mask() or masks.present_mask()) or os.cpu_count() or 1
+
+
 def read_host(
-    root: Path | str,
-    allowed: Sequence[str] | None = None,
-    accelerator_nodes: Sequence[int | None] | None = None,
-    environ: Mapping[str, str] | None = None,
+    root: Path | str = "/", number: int | None = None
 ) -> tuple[Topology, tuple[RankFacts, ...], tuple[str, ...]]:
-    """Read the host below ``root`` for the given local ranks.
+    """Read the host below ``root`` for local ranks that may all use this process's CPUs.
 
     Args:
         root: directory that holds ``sys`` and ``proc``.
-        allowed: CPU list of each local rank. None: every rank may use this process's CPUs.
-        accelerator_nodes: NUMA node of each local rank's accelerator. None: unknown.
-        environ: environment variables; by default this process's own.
+        number: of ranks; None: one for each NVIDIA GPU, or one without.
 
     Returns:
         The arguments of `plan_host`, and warnings.
 
     Raises:
-        ConfigError: the arguments contradict each other or the host.
+        ConfigError: DSEXT_ALLOWED_CPUS contradicts the host.
         UnsupportedError: ``root`` does not describe a host.
     """
-    if not Path(root).is_dir():
-        raise ConfigError(f"--root {root} is not a directory; give the one that holds sys and proc")
-    topology = read_topology(root)
-    number = len(allowed or accelerator_nodes or [None])
-    nodes = accelerator_nodes or [None] * number
-    if len(nodes) != number:
-        raise ConfigError(
-            f"{number} CPU lists (--allowed) but {len(nodes)} accelerator nodes "
-            "(--gpu-node): give each option once per local rank"
-        )
-    for node in nodes:
-        if node is not None and topology.nodes and node not in topology.nodes:
-            raise ConfigError(
-                f"--gpu-node {node}: this host has no such NUMA node (nodes: "
-                f"{format_cpulist(topology.nodes)})"
-            )
-    cpus, warnings = (frozenset(), ()) if allowed else find_allowed(topology, root, environ)
-    masks, quotas = [cpus] * number, read_cpu_quotas(root)
-    if allowed:
-        masks = [_stated(topology, text) for text in allowed]
-    ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quotas) for rank in range(number))
-    return topology, ranks, warnings
-
-
-def _stated(topology: Topology, text: str) -> frozenset[int]:
-    """The online CPUs of ``--allowed``."""
-    try:
-        cpus = parse_cpulist(text)
-    except ValueError as error:
-        raise ConfigError(f"--allowed {text!r}: {error}") from None
-    if cpus <= topology.cpus:
-        return cpus
-    raise ConfigError(
-        f"--allowed {text!r}: CPUs {format_cpulist(cpus - topology.cpus)} are not online (online: "
-        f"{format_cpulist(topology.cpus)})"
-    )
+    topology, gpus = read_topology(root), sorted(Path(root, "proc/driver/nvidia/gpus").glob("*"))
+    allowed, warnings = find_allowed(topology, root)
+    quotas, count = read_cpu_quotas(root), number or len(gpus) or 1
+    nodes = [read_accelerator_node(gpu.name, root) for gpu in gpus]
+    padded = (nodes + [None] * count)[:count]
+    ranks = (RankFacts(rank, allowed, node, quotas) for rank, node in enumerate(padded))
+    return topology, tuple(ranks), warnings
 
 
 def plan_text(topology: Topology, plan: HostPlan) -> str:

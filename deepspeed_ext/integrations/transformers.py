@@ -6,25 +6,18 @@
     trainer.train()
 
 Each value appears as ``dsext/NAME`` in ``trainer.state.log_history`` and in every reporter
-(TensorBoard, W&B, ...).
+(TensorBoard, W&B, ...). Needs ``pip install 'deepspeed-ext[transformers]'``.
 """
 
 from typing import Any
 
-try:
-    import accelerate  # noqa: F401
-    from transformers import (
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
-except ImportError as error:
-    raise ImportError(
-        f"deepspeed_ext.integrations.transformers needs transformers and accelerate ({error}); "
-        "install them with: pip install 'deepspeed-ext[transformers]'"
-    ) from error
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from deepspeed_ext.runtime.log import warn_once
 

@@ -2,9 +2,8 @@
 mpirun and mpiexec, by pure functions of the environment.
 
 torchrun, ``deepspeed`` and ``accelerate launch`` set all of `NEEDED`; srun and MPI use other names.
-A value set by hand is used, unless it contradicts the launcher; with all of `NEEDED` set by hand,
-the launcher's variables may be incomplete. The host of rank 0 is known from Slurm, or if all ranks
-share one host; MPI does not provide it.
+If all of `NEEDED` are set by hand, they count as they are; fewer must agree with the launcher. The
+host of rank 0 is known from Slurm, or if all ranks share one host; MPI does not provide it.
 """
 
 from __future__ import annotations
@@ -59,12 +58,9 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     for variable, launcher in SET_EVERYTHING.items():
         if variable in given:
             return LaunchPlan(launcher, {})
-    try:
-        found = _launched(given)
-    except ConfigError:
-        if not all(name in given for name in NEEDED):
-            raise
-        found = None
+    is_by_hand = all(name in given for name in NEEDED)
+    if not is_by_hand and (found := _launched(given)) is not None:
+        return _missing(given, found)
     by_hand = [name for name in NUMBERS[:3] if name in given]
     if len(by_hand) == 3:
         rank, size, local_rank = _numbers(given, by_hand)
@@ -73,14 +69,12 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
                 f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below "
                 "WORLD_SIZE, and LOCAL_RANK not above RANK"
             )
-        if found is not None and found.variables["WORLD_SIZE"] != str(size):
-            found = None  # each process of the launcher has started several ranks
-    elif by_hand and found is None:
+    elif by_hand:
         raise ConfigError(
             f"{', '.join(by_hand)} is set, but not all of {', '.join(NUMBERS[:3])}, and no "
             "launcher was found: set all or none"
         )
-    return LaunchPlan(None, {}) if found is None else _missing(given, found)
+    return LaunchPlan(None, {})
 
 
 def _missing(given: Mapping[str, str], found: LaunchPlan) -> LaunchPlan:

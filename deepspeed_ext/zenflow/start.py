@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.cores.threads import unbound_threads
+from deepspeed_ext.cores.plan import unbound_threads
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory, proc

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from deepspeed_ext.commands.memory.setup import READERS, config_of, ways
+from deepspeed_ext.commands.memory.setup import config_of, ways
 from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
 from tests.support import pages
 from tests.support.page_bodies import (
@@ -241,7 +241,7 @@ def zenflow_sections() -> list[tuple[str, dict[str, Any]]]:
     written = [
         config_of(setup, "bfloat16", reader)
         for setup in ways()
-        for reader in READERS
+        for reader in ("script", "trainer")
         if setup.zenflow
     ]
     return found + [("--write", config["zero_optimization"]["zenflow"]) for config in written]

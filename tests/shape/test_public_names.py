@@ -15,7 +15,7 @@ import pytest
 
 from deepspeed_ext import autoload, config, errors
 from deepspeed_ext.commands import main
-from deepspeed_ext.commands.arguments import parser as parser_of_commands
+from deepspeed_ext.commands.main import parser as parser_of_commands
 from tests.support.paths import ROOT
 
 MODULES = {
@@ -23,7 +23,6 @@ MODULES = {
     "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName "
     "ZenFlowConfig ZeroFields given_of_the_other_rule",
     "deepspeed_ext.integrations.safetensors": "save",
-    "deepspeed_ext.integrations.shared_memory": "hand_over receive",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
     "deepspeed_ext.adapter.shared_buffers": "left_over not_made",
 }
@@ -54,10 +53,9 @@ COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--all --allowed --card --config --dtype --for --fused-loss --gpu-gb --gpu-node "
+    "plan": "--all --card --config --dtype --for --fused-loss --gpu-gb "
     "--gpus --gpus-per-host --help --host --host-gb --host-gbps --json --keep-activations "
-    "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
-    "--pt-reserved-cores --root --seq-len --tflops --tokens --write",
+    "--link-gbps --memory --model --on-cpu --params --seq-len --tflops --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout",
 }

@@ -49,7 +49,7 @@ COLLECTIVES = frozenset(
     }
 )
 OBJECTS = "broadcast_object_list"
-NOT_HERE = ("commands", "verify_rank.py")
+NOT_HERE = ("commands", "verify.py")
 """A command with ranks of its own, which has its own tests."""
 DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 

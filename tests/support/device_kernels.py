@@ -28,15 +28,6 @@ TARGETS = {
 """sm_120 is the newest architecture of NVIDIA that Triton 3.9's ptxas knows."""
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "u8": 1}
-_ARRAYS = {  # of the model's size, and how often each is loaded and stored
-    "predict": {"weights": (0, 1), "published": (1, 0), "grad": (1, 0)},
-    "adam_step": {
-        **{name: (1, 1) for name in ("p", "m", "v")},
-        "grad": (1, 0),
-        "weights": (0, 1),
-    },
-}
-
 _TYPES = {"m_scales": "u8", "v_scales": "u8"}
 
 
@@ -56,16 +47,6 @@ class Variant:
         are fp32."""
         constants = launch.shape_constants(kernel, block, aligned)
         return cls(kernel, tuple(dtypes.items()), tuple(constants.items()))
-
-    @property
-    def array_bytes(self) -> tuple[int, int]:
-        """Bytes of an element that are loaded and stored, of the arrays of the model's size."""
-        dtypes, arrays = dict(self.dtypes), _ARRAYS[self.kernel]
-        size = {name: ELEMENT_BYTES[dtypes.get(name, "fp32")] for name in arrays}
-        loaded, stored = (
-            sum(size[name] * times[way] for name, times in arrays.items()) for way in (0, 1)
-        )
-        return loaded, stored
 
     def source(self) -> ASTSource:
         """What Triton compiles if nothing is specialized."""

@@ -81,7 +81,7 @@ def _listen() -> list[str]:
 
 
 def _masks() -> dict[int, list[int]]:
-    from deepspeed_ext.cores.threads import own_masks
+    from deepspeed_ext.cores.host import own_masks
 
     return {tid: sorted(mask) for tid, mask in own_masks().items()}
 
@@ -139,7 +139,7 @@ def life_of_a_binding() -> dict[str, Any]:
     torch.set_num_threads(3)
     _torch_work()
     answer["later"] = _masks()
-    answer["problems"] = binding.refresh()
+    binding.refresh()
     binding.restore()
     binding.restore()
     answer |= {"before": before, "after": _masks(), "main": os.getpid()}
@@ -171,20 +171,20 @@ def different_bindings() -> dict[str, Any]:
     plan, answer = list(first.plan.pytorch), {"first": _state()}
     second = _start(separate=False)
     answer["second"] = _state()
-    problems = [first.refresh(), second.refresh()]
+    first.refresh()
+    second.refresh()
     second.restore()
     answer["again"] = _state()
-    problems.append(first.refresh())
     first.restore()
     answer["none"] = _state()
     stop.set()
     threads = [answer[name]["threads"] for name in ("first", "second", "again", "none")]
-    return answer | {"plan": plan, "threads": threads, "problems": problems}
+    return answer | {"plan": plan, "threads": threads}
 
 
 def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
-    from deepspeed_ext.cores.threads import confine, outside, own_masks, restore
+    from deepspeed_ext.cores.host import confine, outside, own_masks, restore
 
     running, rounds = True, 0
 
@@ -247,7 +247,6 @@ def refused(call: int, code: int) -> dict[str, Any]:
         "before": before,
         "after": _masks(),
         "threads": torch.get_num_threads(),
-        "problems": binding.refresh(),
     }
     for stop in stops:
         stop.set()
@@ -302,8 +301,8 @@ def situation() -> dict[str, Any]:
     _torch_work()
     late = _idle_thread()
     torch.zeros(1 << 20).add_(1)
+    binding.refresh()
     answer = {
-        "problems": binding.refresh(),
         "masks": _masks(),
         "warnings": heard,
         "threads": torch.get_num_threads(),
@@ -318,22 +317,24 @@ def situation() -> dict[str, Any]:
     return answer
 
 
-def stray_thread_is_seen() -> dict[str, Any]:
+def stray_thread() -> dict[str, Any]:
     """A library moves one of its threads out of the set."""
     stop = _idle_thread()
     binding = _start()
     tid = next(tid for tid in _masks() if tid != os.getpid())
     os.sched_setaffinity(tid, binding.plan.optimizer)
-    seen, left = binding.verify(), binding.refresh()
+    strayed = _masks()[tid]
+    binding.refresh()
+    back = _masks()[tid]
     stop.set()
-    return {"seen": seen, "left": left, "optimizer": list(binding.plan.optimizer)}
+    return {"strayed": strayed, "back": back, "plan": list(binding.plan.pytorch)}
 
 
-def worker_process(cpus: list[int], pins: bool) -> dict[str, Any]:
+def worker_process(cpus: list[int]) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
-    from deepspeed_ext.cores.threads import WorkerPlacement
+    from deepspeed_ext.cores.host import WorkerPlacement
 
-    complaint = WorkerPlacement(frozenset(cpus), pins).bind_process()
+    complaint = WorkerPlacement(frozenset(cpus)).bind_process()
     import torch
 
     _torch_work()
@@ -342,42 +343,7 @@ def worker_process(cpus: list[int], pins: bool) -> dict[str, Any]:
         "complaint": complaint,
         "masks": _masks(),
         "threads": torch.get_num_threads(),
-        "omp": {
-            name: os.environ.get(name)
-            for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
-        },
-    }
-
-
-def trainer_with_worker() -> dict[str, Any]:
-    """A bound trainer starts its worker, and looks at the threads of both."""
-    import torch
-
-    torch.set_num_threads(2)
-    _torch_work()
-    binding = _start()
-    code = (
-        "import sys; from deepspeed_ext.cores.threads import WorkerPlacement; "
-        "WorkerPlacement(frozenset(map(int, sys.argv[1:]))).bind_process(); "
-        "import torch; torch.zeros(1 << 20).add_(1); "
-        "print(torch.get_num_threads(), flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, *map(str, binding.worker_placement.cpus)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as worker:
-        assert worker.stdout is not None
-        threads = int(worker.stdout.readline())
-        _torch_work()
-        found = binding.verify(worker.pid)
-        os.sched_setaffinity(worker.pid, binding.plan.pytorch)
-        moved = binding.verify(worker.pid)
-        worker.communicate("")
-    return {
-        "problems": found,
-        "moved": moved,
-        "threads": threads,
-        "cpus": len(binding.plan.optimizer),
+        "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND")},
     }
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.cores.topology import Core
+from deepspeed_ext.cores.host import Core
 from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
-
-CAPACITY = (1024, 700)
 
 
 def write(path: Path, text: str) -> None:
@@ -22,9 +20,7 @@ def write_host(
     *,
     old: bool = False,
     nodes: Sequence[int] | None = None,
-    distances: Mapping[tuple[int, int], int] | None = None,
     efficient: str = "",
-    kinds: str = "pmu",
     quota: str | None = None,
     mask: str | None = None,
     isolated: str = "",
@@ -36,9 +32,7 @@ def write_host(
         cores: with all their hardware threads; a core of node -1 is in no node.
         old: spell as kernels of 2015 did: ``thread_siblings_list``, control groups of version 1.
         nodes: every node, those without cores included; by default the nodes of the cores.
-        distances: between two nodes, 20 where not given.
         efficient: CPU list of slower cores.
-        kinds: how slower cores show: ``pmu`` or ``capacity``.
         quota: ``"<quota> <period>"`` of the process's control group.
         mask: CPU list that the process is allowed; by default all.
         isolated: CPU list of isolated CPUs.
@@ -49,9 +43,11 @@ def write_host(
     write(base / "isolated", isolated)
     for core in cores:
         _write_core(base, core, old)
-    _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {})
+    _write_nodes(root / "sys/devices/system/node", cores, nodes)
     if efficient:
-        _write_kinds(root, frozenset(online), efficient, kinds)
+        fast = format_cpulist(frozenset(online) - parse_cpulist(efficient))
+        for name, cpus in {"cpu_core": fast, "cpu_atom": efficient}.items():
+            write(root / f"sys/devices/{name}/cpus", cpus)
     _write_process(root, online, old, quota, mask)
     return root
 
@@ -70,7 +66,6 @@ def _write_nodes(
     base: Path,
     cores: Sequence[Core],
     nodes: Sequence[int] | None,
-    distances: Mapping[tuple[int, int], int],
 ) -> None:
     ids = sorted(
         set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0}
@@ -78,21 +73,6 @@ def _write_nodes(
     for node in ids:
         cpus = [cpu for core in cores if core.node == node for cpu in core.pus]
         write(base / f"node{node}/cpulist", format_cpulist(cpus))
-        row = [10 if other == node else distances.get((node, other), 20) for other in ids]
-        write(base / f"node{node}/distance", " ".join(map(str, row)))
-
-
-def _write_kinds(root: Path, online: frozenset[int], efficient: str, kinds: str) -> None:
-    slow = parse_cpulist(efficient)
-    if kinds == "capacity":
-        for cpu in online:
-            capacity = CAPACITY[cpu in slow] - cpu % 2  # a little different, as turbo bins are
-            write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", str(capacity))
-        return
-    fast = format_cpulist(online - slow)
-    lists = {"cpu_core": fast, "cpu_atom": efficient}
-    for name, cpus in lists.items():
-        write(root / f"sys/devices/{name}/cpus", cpus)
 
 
 def _write_process(

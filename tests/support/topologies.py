@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed_ext.cores.topology import Core
+from deepspeed_ext.cores.host import Core
 from deepspeed_ext.runtime.proc import parse_cpulist
 
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
-from deepspeed_ext.commands import verify_rank
+from deepspeed_ext.commands import verify
 from tests.support import ranks
 from tests.support.rank_nursery import Nursery
 
@@ -50,7 +50,7 @@ FAULTS = {
 """What may be wrong, and the check that must fail."""
 
 
-class Faulty(verify_rank.Rank):
+class Faulty(verify.Rank):
     """A rank with faults."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +122,7 @@ class Faulty(verify_rank.Rank):
 def nursery() -> Nursery:
     """The process that forks ranks. It ends with the thread that asks for it first."""
     forks = ranks.nursery()
-    forks.load(verify_rank.__name__, __name__)
+    forks.load(verify.__name__, __name__)
     return forks
 
 
@@ -148,4 +148,4 @@ def left_behind() -> list[int]:
 
 
 if __name__ == "__main__":
-    verify_rank.main(Faulty)
+    verify.main(Faulty)

@@ -52,11 +52,7 @@ def zenflow_config(
     }
     # test ranks share few cores with other tests
     config["zero_optimization"]["core_binding"] = {"enabled": False}
-    if (
-        stage == 3
-        # small models: without this every parameter would
-        # be persistent, and one sub-group hold them all
-    ):
+    if stage == 3:  # else all parameters of small models would be persistent, in one sub-group
         config["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 4000,

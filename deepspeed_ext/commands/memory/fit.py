@@ -1,16 +1,41 @@
-"""Answers whether a model fits a machine, how long a step takes, how to train it best, and what is
-missing. Pure functions."""
+"""``deepspeed-ext plan --memory``: whether a model fits a machine, how long a step takes, how to
+train it best, and what is missing; as text, the answer first, or as JSON. Imports DeepSpeed only if
+there is a config, and never torch."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from deepspeed_ext.commands.memory.model import GIB, Machine, Model, Shape
-from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
-from deepspeed_ext.commands.memory.setup import Setup, inexactness, name_of, ways
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.commands.memory.model import (
+    GIB,
+    Machine,
+    Model,
+    Shape,
+    machine_of,
+    read_shape,
+    typical,
+)
+from deepspeed_ext.commands.memory.plan import PLACES, MemoryPlan, plan_memory
+from deepspeed_ext.commands.memory.setup import (
+    Setup,
+    config_of,
+    cost_of,
+    inexactness,
+    name_of,
+    read_config,
+    sections_of,
+    ways,
+)
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.log import counted
+from deepspeed_ext.zenflow.plan.held import Part, Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.times import (
     ChainTimes,
@@ -30,6 +55,7 @@ __all__ = [
     "fits",
     "lanes_on",
     "nearest",
+    "run_from_cli",
     "suggested",
 ]
 
@@ -236,3 +262,269 @@ def _simplicity(fit: Fit) -> tuple[float, ...]:
 def nearest(found: Sequence[Fit]) -> Fit:
     """The way that misses the least memory."""
     return min(found, key=lambda fit: (fit.missing, fit.seconds))
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+SCHEMA = 3
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_TYPICAL = "activations and the largest parameter are those of a model like Llama 3"
+_NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
+_COLUMNS = ("GPU GiB", "host GiB", "step s", "waits s")
+
+
+def run_from_cli(arguments: Any) -> str:
+    """Return the report for the parsed arguments, after writing the suggested config if ``--write``
+    asks for it.
+
+    Raises:
+        ConfigError: arguments or config contradict each other.
+    """
+    _require_consistent(arguments)
+    shape, notes = typical(arguments.params or 1), [f"{_TYPICAL}; --model has yours"]
+    if arguments.model is not None:
+        shape, notes = read_shape(arguments.model)
+    setups, dtype = None, "bfloat16"
+    if arguments.config is not None:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's logger would write into it
+            setup, dtype, more = read_config(arguments.config, arguments.ranks)
+        setups, notes = [setup], [*notes, *more]
+    dtype = DTYPES.get(arguments.dtype, dtype)
+    params = arguments.params or shape.params
+    question = _question(arguments, shape, Model(params, min(params, shape.largest), dtype))
+    found = fits(question, setups)
+    if arguments.json:
+        return json.dumps(as_json(found, notes))
+    text = as_text(found, notes, all_ways=bool(arguments.all))
+    if setups is not None:
+        text = f"{text}\n\n{phases_text(found[0])}"
+    if arguments.write is None:
+        return text
+    best = suggested(found)
+    if best is None:
+        raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
+    config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
+    try:
+        Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
+        raise ConfigError(f"--write {arguments.write!r} cannot be written: {error}") from None
+    return f"{text}\nIts config is in {arguments.write}."
+
+
+def _require_consistent(arguments: Any) -> None:
+    given = {name for name, value in vars(arguments).items() if value}
+    wrong = {
+        "--params and --model: give only one": {"params", "model"} <= given,
+        "--ranks-per-host is more than --ranks": (arguments.ranks_per_host or 0) > arguments.ranks,
+        "--write: not with --config, which names one run": {"write", "config"} <= given,
+        "--all: not with --config, which names one run": {"all", "config"} <= given,
+        "--for: only with --write": "for" in given and "write" not in given,
+    }
+    for problem, is_given in wrong.items():
+        if is_given:
+            raise ConfigError(problem)
+
+
+def _question(arguments: Any, shape: Any, model: Model) -> Question:
+    ranks, sizes = arguments.ranks, (arguments.accelerator_gib, arguments.host_gib)
+    gpu, host = (None if gib is None else int(gib * GIB) for gib in sizes)
+    per_host = arguments.ranks_per_host or ranks
+    given = {
+        "link": (arguments.link_gbps, 1e9),
+        "host": (arguments.host_gbps, 1e9),
+        "of_rank": (arguments.host_gbps, 1e9),
+        "flops": (arguments.tflops, 1e12),
+    }
+    speeds = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    named = machine_of(ranks, per_host, arguments.card, arguments.host, gpu, host)
+    sequence = arguments.seq_len or Question.sequence
+    return Question(
+        shape,
+        model,
+        replace(named, **speeds),
+        arguments.tokens or max(Question.tokens, sequence),
+        sequence,
+        recomputed=not arguments.keep_activations,
+        fused_loss=bool(arguments.fused_loss),
+    )
+
+
+def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> str:
+    """The report.
+
+    Args:
+        found: every way to answer one question, or the one that a config names.
+        notes: remarks on the model.
+        all_ways: a line for each way, instead of one for the best with each kind of moments.
+    """
+    question = found[0].question
+    model, machine = question.model, question.machine
+    shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)
+    width = max(len(_row_name(fit)) for fit in shown)
+    recomputed = "recomputed" if question.recomputed else "kept"
+    loss = "a fused loss (use_liger_kernel)" if question.fused_loss else "all logits at once"
+    kept = [size // GIB for size in (GPU_RESERVE, HOST_RESERVE, RANK_RESERVE)]
+    lines = [
+        *answer(found),
+        "",
+        f"{question.shape.name}: {model.params:,} parameters in {model.dtype}, vocabulary of "
+        f"{question.shape.vocabulary:,}; {counted(machine.ranks, 'GPU')}, {machine.per_host} per "
+        "host.",
+        f"Assumed: {machine.name}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s "
+        f"each way, {machine.host_of_rank / 1e9:.0f} GB/s of host memory per GPU.",
+        f"Activations: {_gib(question.activations(question.micro_steps))} GiB of "
+        f"{question.sequence:,} tokens, {recomputed}, {loss}.",
+        "Kept free: {} GiB of a GPU, {} GiB of a host and {} for each of its ranks.".format(*kept),
+        *(f"note: {note}" for note in notes),
+        "",
+        f"{'stage, run':<{width}}{''.join(f'{column:>12}' for column in _COLUMNS)}   fits",
+        *(_line(fit, width) for fit in shown),
+        "",
+        f"GPU: with activations. Step: {question.tokens:,} tokens per GPU. Waits: for the "
+        "optimizer, in every step. Times are arithmetic.",
+    ]
+    if len(shown) < len(found):
+        lines.append(f"Each line is the best of its kind; --all shows all {len(found)} ways.")
+    return "\n".join(lines)
+
+
+def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
+    """The best way of each kind: one that fits, or else the one that misses the least memory."""
+    kinds: dict[tuple[str, int], list[Fit]] = {}
+    for fit in found:
+        kind, *_ = name_of(fit.setup).split(",")
+        kinds.setdefault((kind, inexactness(fit.setup)), []).append(fit)
+    return [suggested(same) or nearest(same) for same in kinds.values()]
+
+
+def answer(found: Sequence[Fit]) -> list[str]:
+    """Whether the model fits, and how; what to write, and what it costs."""
+    question = found[0].question
+    if question.machine.gpu_bytes is None:
+        return ["Does it fit? Add --card (or --gpu-gb) and --host-gb, as vendors write them."]
+    best = suggested(found)
+    if best is None:
+        return _miss(found)
+    left = " and ".join(f"{_gib(size)} GiB of the {_NAMES[at]}" for at, size in best.left.items())
+    lines = [
+        f"It fits{' barely' if best.is_tight else ''}: {best.name}, {best.seconds:,.2f} s a step. "
+        f"Left: {left} beside what is kept free."
+    ]
+    if question.machine.host_bytes is None:
+        lines.append("The host's memory is not known: add --host-gb.")
+    if len(found) > 1:
+        lines.append(f"Write {json.dumps(sections_of(best.setup))[1:-1]}")
+    if (cost := cost_of(best.setup)) is not None:
+        lines.append(f"Not AdamW to the bit: cost in loss {cost}.")
+    return lines
+
+
+def _miss(found: Sequence[Fit]) -> list[str]:
+    question, near, setups = found[0].question, nearest(found), [fit.setup for fit in found]
+    total = question.machine.gpu_bytes or 0
+    lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
+    fused = suggested(fits(replace(question, fused_loss=True), setups))
+    if fused is not None and not question.fused_loss:
+        lines.append(
+            "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
+            f"{fused.name}."
+        )
+    kept = question.activations(question.micro_steps) + GPU_RESERVE
+    each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
+    needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
+    said = [
+        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= total - kept else 'does not fit'})"
+        for name, nbytes in needs.items()
+    ]
+    lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")
+    return lines
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.1f}"
+
+
+def _line(fit: Fit, width: int) -> str:
+    needed = [_gib(fit.needed[place]) for place in PLACES]
+    cells = [*needed, f"{fit.seconds:,.2f}", f"{fit.waits:,.2f}" if fit.waits else "-"]
+    verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
+    verdict = f"no: {_missing(fit)}" if fit.short else verdict
+    row = f"{_row_name(fit):<{width}}{''.join(f'{cell:>12}' for cell in cells)}   {verdict}"
+    return row.rstrip()
+
+
+def _row_name(fit: Fit) -> str:
+    return fit.name.removeprefix("stage ")
+
+
+def _missing(fit: Fit) -> str:
+    """What is missing, rounded up, so that it is never 0."""
+    tenths = {place: -(10 * fit.left[place] // GIB) for place in fit.short}
+    short = (f"{_NAMES[place]} {tenth / 10:,.1f}" for place, tenth in tenths.items())
+    return f"{', '.join(short)} GiB short"
+
+
+def _by_kind(parts: Sequence[Part]) -> dict[str, int]:
+    kinds = dict.fromkeys(part.kind for part in parts)
+    return {kind: nbytes_of([part for part in parts if part.kind == kind]) for kind in kinds}
+
+
+def phases_text(fit: Fit) -> str:
+    """One run by kind and phase, per rank."""
+    lines = [f"{'GiB per rank':<36}{''.join(f'  {phase.value:>20}' for phase in Phase)}"]
+    for place in PLACES:
+        by_phase = [_by_kind(fit.plan.parts[place, phase]) for phase in Phase]
+        kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
+        name = _NAMES[place]
+        rows = {f"{name}: {kind}": [parts.get(kind, 0) for parts in by_phase] for kind in kinds}
+        rows[f"{name} in all"] = [fit.plan.nbytes(place, phase) for phase in Phase]
+        if place is Place.HOST:
+            rows["of it page-locked"] = [fit.plan.page_locked(phase) for phase in Phase]
+        for title, sizes in rows.items():
+            lines.append(f"{title:<36}{''.join(f'  {size / GIB:>20,.2f}' for size in sizes)}")
+    return "\n".join(lines)
+
+
+def as_json(found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
+    """All ways: bytes, seconds and the config to copy."""
+    best, question = suggested(found), found[0].question
+    machine, model = question.machine, question.model
+    return {
+        "schema": SCHEMA,
+        "parameters": model.params,
+        "largest_parameter": model.largest,
+        "dtype": model.dtype,
+        "ranks": machine.ranks,
+        "ranks_per_host": machine.per_host,
+        "activation_bytes": question.activations(question.micro_steps),
+        "assumed": {
+            "link_bytes_per_second": machine.link,
+            "host_bytes_per_second": machine.host,
+            "gpu_flop_per_second": machine.flops,
+            "tokens_per_gpu_and_step": question.tokens,
+        },
+        "answer": answer(found),
+        "suggested": None if best is None else found.index(best),
+        "notes": list(notes),
+        "ways": [_way(fit) for fit in found],
+    }
+
+
+def _way(fit: Fit) -> dict[str, Any]:
+    zenflow = fit.plan.zenflow
+    return {
+        "stage": fit.setup.stage,
+        "run": name_of(fit.setup, zenflow),
+        "fits": None if not fit.left else not fit.short,
+        "needed_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.needed.items()},
+        "left_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.left.items()},
+        "bytes_per_rank": {
+            f"{_NAMES[place]}, {phase.value}": _by_kind(parts)
+            for (place, phase), parts in fit.plan.parts.items()
+        },
+        "step_seconds": fit.seconds,
+        "waits_seconds": fit.waits,
+        "cost_in_loss": cost_of(fit.setup),
+        "reasons": [] if zenflow is None else list(zenflow.reasons),
+        "config": config_of(fit.setup, fit.plan.model.dtype),
+    }

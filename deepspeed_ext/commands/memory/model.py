@@ -20,8 +20,6 @@ __all__ = ["GIB", "Machine", "Model", "Shape", "known", "machine_of", "read_shap
 
 GIB = 1 << 30
 
-MOST_BYTES = 1 << 24
-"""Larger than any config.json; a larger file holds weights."""
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
@@ -169,17 +167,15 @@ def read_shape(name: str) -> tuple[Shape, list[str]]:
 def _described(name: str) -> dict[str, Any]:
     """The content of a ``config.json``, of which nothing is built."""
     file = os.path.join(name, "config.json") if os.path.isdir(name) else name
-    wrong = "is no JSON object"
     try:
-        if os.path.getsize(file) > MOST_BYTES:
-            raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB, so it is no config.json")
         described = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        described, wrong = None, f"cannot be read ({str(error)[:100]})"
+    else:
         if isinstance(described, dict) and described.keys().isdisjoint(_DEEPSPEED):
             return described
-        if isinstance(described, dict):
-            wrong = "is a DeepSpeed config: give it as --config"
-    except (OSError, ValueError, RecursionError) as error:
-        wrong = f"cannot be read ({str(error)[:100]})"
+        is_ours = isinstance(described, dict)
+        wrong = "is a DeepSpeed config: give it as --config" if is_ours else "is no JSON object"
     raise ConfigError(
         f"--model: {file[:200]!r} {wrong}; give a transformers config.json, the folder that holds "
         f"it, --params, or one of {', '.join(known()['models'])}; nothing is downloaded"

@@ -25,8 +25,6 @@ __all__ = [
     "MOMENTS",
     "Machine",
     "Model",
-    "READERS",
-    "Reader",
     "Run",
     "Setup",
     "Stage",
@@ -228,14 +226,10 @@ def name_of(setup: Setup, plan: ZenFlowPlan | None = None) -> str:
 
 # -- configs ---------------------------------------------------------------------------------------
 
-Reader = Literal["script", "trainer"]
-READERS: tuple[Reader, ...] = ("script", "trainer")
-"""Who reads a config: ``deepspeed.initialize`` of a script, or a trainer on Accelerate."""
 
-
-def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, Any]:
-    """A DeepSpeed config for a run with weights in `dtype`. A script gets numbers to edit, a
-    trainer "auto" for all that its arguments set."""
+def config_of(setup: Setup, dtype: str, reader: str = "script") -> dict[str, Any]:
+    """A DeepSpeed config for a run with weights in `dtype`, for who reads it: "script" gets numbers
+    to edit, "trainer" (on Accelerate) "auto" for all that its arguments set."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": setup.accumulation,

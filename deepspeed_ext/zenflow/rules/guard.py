@@ -126,7 +126,8 @@ class Sample:
         self.partition, self._kind, self._block_size = partition, kind, block_size
         self._last, self.step = last, step
         self.blocks, numel = blocks, partition.master.numel()
-        elements = (blocks[:, None] * block_size + torch.arange(block_size, device="cpu")).view(-1)
+        of_block = torch.arange(block_size, dtype=torch.int64, device="cpu")
+        elements = (blocks[:, None] * block_size + of_block).view(-1)
         self._elements = elements[elements < numel]  # of a partition that is shorter than a block
         self.newest = self._on_host(grad)
         moments = list(map(self.of, partition.moments))

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from deepspeed_ext.cores.threads import WorkerPlacement
+from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger

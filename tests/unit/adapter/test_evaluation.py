@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
 
+import deepspeed_ext
 from deepspeed_ext.adapter import reached_state
 from tests.support.log import heard
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
+from tests.support.trainer_saves import tiny_llama, windows
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 
@@ -26,61 +29,81 @@ def by_module(engine: Any, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def by_engine(engine: Any, batch: torch.Tensor) -> torch.Tensor:
-    engine.eval()
-    with torch.inference_mode():
-        loss = engine(batch)
-    engine.train()
-    return loss
+def losses_of(model: Any, guard: Callable[[], Any] = torch.no_grad) -> list[float]:
+    inputs = [on_device(each["input_ids"][None]) for each in windows()]
+    with guard():
+        return [model(each, labels=each).loss.item() for each in inputs]
 
 
-WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "module": by_module,
-    "engine": by_engine,
-}
+def by_deepspeed(engine: Any, folder: str) -> None:
+    engine.save_16bit_model(folder, "pytorch_model.bin")
+    engine.module.config.save_pretrained(folder)
+
+
+def by_transformers(engine: Any, folder: str) -> None:
+    params = list(engine.module.parameters())
+    is_partitioned = engine.zero_optimization_stage() == 3
+    with engine.exporting(), deepspeed.zero.GatheredParameters(params, enabled=is_partitioned):
+        engine.module.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+
+
+def from_weights(engine: Any, folder: str) -> None:
+    engine.module.save_pretrained(folder, dist.get_rank() == 0, dict(deepspeed_ext.weights(engine)))
+
+
+SAVES = (by_deepspeed, by_transformers, from_weights)
 
 
 def evaluating(config: dict[str, Any], way: str, folder: str) -> dict[str, Any]:
-    """Losses of evaluations, beside those inside `exact_weights` and with training's weights; and
-    what differs from a run without evaluations."""
-    data, rank = batches(9, dist.get_rank()), dist.get_rank()
-    engine, plain = make_engine(config), make_engine(config)
-    found: dict[str, Any] = {"losses": []}
-    probe = on_device(batches(1, rank, seed=7)[0])
-    for number, batch in enumerate(data):
+    """A plain loop that evaluates, generates and saves: its losses, those of the saved models in
+    plain transformers and with training's weights, and what differs from a loop without it."""
+    from transformers import LlamaForCausalLM
+
+    engine, plain = (make_engine(config, model=tiny_llama) for _ in range(2))
+    by_engine = engine, torch.inference_mode
+    model, guard = by_engine if way == "engine" else (engine.module, torch.no_grad)
+    found: dict[str, Any] = {"told": [], "saved": [], "trained": [], "differs": []}
+    for step in range(1, 13):
+        ids = on_device(windows()[step + dist.get_rank()]["input_ids"][None])
         for each in (engine, plain):
-            train(each, [batch])
-        before = weights_of(engine)
-        loss = WAYS[way](engine, probe)
-        with torch.no_grad():
-            WAYS[way](engine, probe)  # in the same evaluation
-        with plain.optimizer.exact_weights(), torch.no_grad():
-            exact = plain.module(probe)
-        with torch.no_grad():
-            predicted = plain.module(probe)  # in training mode
-        found["losses"].append([float(each) for each in (loss, exact, predicted)])
-        if number == 5:
-            engine.save_checkpoint(folder)
-            assert first_difference(weights_of(engine), before, "weights") == ""
-    for each in (engine, plain):
-        train(each, data[:1])
-    found["masters"] = first_difference(full_masters_of(engine), full_masters_of(plain), "p")
-    found["weights"] = first_difference(weights_of(engine), weights_of(plain), "weights")
+            each.backward(each(ids, labels=ids).loss)
+            each.step()
+        if step % 4:
+            continue
+        model.eval()
+        found["told"] += [losses_of(model, guard), losses_of(model)]
+        engine.module.generate(ids[:, :4], max_new_tokens=3, do_sample=False)
+        model.train()
+        found["trained"] += 2 * [losses_of(plain)]
+        path = f"{folder}/{step}"
+        engine.save_checkpoint(f"{path}-whole")
+        SAVES[step // 4 - 1](engine, path)
+        dist.barrier()
+        saved = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        found["saved"] += 2 * [losses_of(saved.to(ids.device))]
+        found["differs"] += [
+            first_difference(full_masters_of(engine), full_masters_of(plain), "p"),
+            first_difference(weights_of(engine), weights_of(plain), "weights"),
+        ]
     for each in (engine, plain):
         each.destroy()
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 2)])
-def test_evaluation_has_the_weights_that_would_be_saved(
-    stage: int, ranks: int, way: str, tmp_path: Any
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way", ["engine", "module"])
+@pytest.mark.parametrize("rule", ["predictive", "exact"])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_plain_loop_evaluates_the_saved_model_and_trains_on_to_the_bit(
+    stage: int, ranks: int, rule: str, way: str, tmp_path: Any
 ) -> None:
-    config = zenflow_config(stage, lr=3e-2)
+    pytest.importorskip("transformers")
+    config = zenflow_config(stage, lr=1e-2, update_rule=rule)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     for found in run_ranks(ranks, evaluating, config, way, str(tmp_path)):
-        assert found["masters"] == found["weights"] == ""
-        assert all(loss == exact for loss, exact, _ in found["losses"])
-        assert any(loss != predicted for loss, _, predicted in found["losses"])
+        assert found["told"] == found["saved"]
+        assert (found["told"] == found["trained"]) == (rule == "exact")
+        assert set(found["differs"]) == {""}
 
 
 def alone(config: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ ours."""
 from __future__ import annotations
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.adapter import upstream as _upstream
 from tests.support.ranks import run_ranks
 
@@ -16,11 +15,6 @@ def mapped_here() -> list[str]:
 
 def test_ranks_of_tests_make_none() -> None:
     assert run_ranks(2, mapped_here) == [[], []]
-
-
-def test_without_them_no_operator_is_compiled() -> None:
-    with shared_buffers.not_made():
-        assert _upstream.torch_backend_module.build_shm_op() is None
 
 
 def test_switched_on_no_operator_is_compiled() -> None:

@@ -208,7 +208,6 @@ VARIABLES: list[tuple[str, dict[str, str], tuple[str, str]]] = [
         ("warning", "off: TORCH_DEVICE_BACKEND_AUTOLOAD"),
     ),
     ("binding", {"OMP_PROC_BIND": "close"}, ("warning", "OMP_PROC_BIND")),
-    ("binding", {"OMP_NUM_THREADS": "4096"}, ("warning", "OMP_NUM_THREADS=4096 on fewer CPUs")),
     ("adam_kernel", {"DSEXT_NATIVE_KERNEL": "0"}, ("warning", "torch operations")),
 ]
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from deepspeed_ext.commands import main as command_line
-from deepspeed_ext.commands.arguments import COMMANDS
+from deepspeed_ext.commands.main import COMMANDS
 from tests.support.pages import check_command
 
 LINES = [

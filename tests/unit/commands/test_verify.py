@@ -138,7 +138,7 @@ def test_warnings_of_the_run_are_reported() -> None:
 def checked(**sections: Any) -> tuple[dict[str, Any], int, list[str]]:
     user = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, **sections}
     before = copy.deepcopy(user)
-    found = verify.checked_config(user, "/scratch", None)
+    found = verify.checked_config(user, None)
     assert user == before, "the user's config was changed"
     assert "auto" not in json.dumps(found[0])
     return found
@@ -168,12 +168,10 @@ def test_what_is_changed_is_named() -> None:
         gradient_accumulation_steps=600,
         zero_optimization={
             "reduce_bucket_size": "auto",
-            "offload_param": {"device": "nvme", "nvme_path": "/data"},
             "zenflow": {"full_warm_up_rounds": 100},
         },
     )
-    zero = {"offload_param": {"device": "nvme", "nvme_path": "/scratch"}}
-    assert config["zero_optimization"] == zero | {"zenflow": {"full_warm_up_rounds": 2}}
+    assert config["zero_optimization"] == {"zenflow": {"full_warm_up_rounds": 2}}
     assert config["bf16"] == {"enabled": True}
     assert "wandb" not in config
     assert sorted(changes) == [
@@ -189,7 +187,6 @@ def test_what_is_changed_is_named() -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"train_batch_size": 10}, "train_batch_size 10 is not a multiple"),
         ({"train_micro_batch_size_per_gpu": "4"}, "expected a whole number"),
         ({"optimizer": 7}, "expected an object"),
         ({"optimizer": {"params": {}}}, "expected a name, such as AdamW"),
@@ -199,7 +196,7 @@ def test_a_config_that_contradicts_itself_is_refused(sections: dict[str, Any], s
     with pytest.raises(ConfigError, match=says):
         checked(**sections)
     with pytest.raises(ConfigError, match="set train_batch_size or"):
-        verify.checked_config({"optimizer": {"type": "AdamW"}}, "/scratch", None)
+        verify.checked_config({"optimizer": {"type": "AdamW"}}, None)
 
 
 # -- surroundings ----------------------------------------------------------------------------------
@@ -299,6 +296,6 @@ def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> No
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    command = python_command("deepspeed_ext.commands.verify_rank", str(tmp_path), str(ended.pid))
+    command = python_command("deepspeed_ext.commands.verify", str(tmp_path), str(ended.pid))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "the check has ended" in done.stderr

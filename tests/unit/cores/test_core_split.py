@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores import threads
+from deepspeed_ext.cores import plan as planner
+from deepspeed_ext.cores.host import Core, Topology
 from deepspeed_ext.cores.plan import (
     DEFAULT_RESERVED_FRACTION,
     PlanRequest,
@@ -19,7 +20,6 @@ from deepspeed_ext.cores.plan import (
     plan_host,
     split_cores,
 )
-from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.proc import CpuQuota
 from tests.support.topologies import adjacent
 
@@ -43,10 +43,10 @@ def unbound_threads(
     on_cpu: bool = True,
 ) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "_count_cores", lambda: number)
-        patch.setattr(threads, "read_cpu_quota_cores", lambda: quota)
+        patch.setattr(planner, "_count_cores", lambda: number)
+        patch.setattr(planner, "read_cpu_quota_cores", lambda: quota)
         reserved = ZenFlowConfig.model_validate(config).pt_reserved_cores
-        return threads.unbound_threads(reserved, ranks, on_cpu=on_cpu)
+        return planner.unbound_threads(reserved, ranks, on_cpu=on_cpu)
 
 
 @many
@@ -82,10 +82,10 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topology = Topology(tuple(adjacent(8, 2)))
-    monkeypatch.setattr(threads, "read_topology", lambda: topology)
-    monkeypatch.setattr(threads, "read_cpu_quota_cores", lambda: None)
+    monkeypatch.setattr(planner, "read_topology", lambda: topology)
+    monkeypatch.setattr(planner, "read_cpu_quota_cores", lambda: None)
     monkeypatch.setattr("deepspeed_ext.cores._initial", topology.cpus)
-    assert threads.unbound_threads(None, 1) == 6
+    assert planner.unbound_threads(None, 1) == 6
     assert bound_threads(topology, PlanRequest()) == 6
 
 

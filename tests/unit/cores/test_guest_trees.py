@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.commands import main as cli
+from deepspeed_ext.cores.host import read_topology
+from deepspeed_ext.cores.plan import RankFacts, plan_host, plan_text
 from deepspeed_ext.runtime.proc import format_cpulist
 from tests.support.paths import ROOT
 from tests.support.sysfs import write
@@ -24,22 +25,20 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_tree_of_a_real_kernel_gives_the_plan_that_it_gave_there(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path
 ) -> None:
-    nodes, plan = PLANS[name]
-    arguments = ["plan", "--root", str(tmp_path)]
-    arguments += [word for node in nodes for word in ("--gpu-node", str(node))]
+    nodes, expected = PLANS[name]
     found = json.loads((KEPT / f"{name}.json").read_text())
     for path, text in found["tree"].items():
         write(tmp_path / path, text.rstrip("\n"))
-    assert cli.main([*arguments, "--json"]) == 0
-    ranks = json.loads(capsys.readouterr().out)["ranks"]
-    assert plan == [
-        (format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"])) for rank in ranks
+    topology = read_topology(tmp_path)
+    ranks = [RankFacts(rank, topology.cpus, node) for rank, node in enumerate(nodes)]
+    plan = plan_host(topology, ranks)
+    assert expected == [
+        (format_cpulist(rank.pytorch), format_cpulist(rank.optimizer)) for rank in plan.ranks
     ]
-    assert cli.main(arguments) == 0
     shown, then = (
         [line for line in text.splitlines() if line.startswith(("local", "  pytorch", "  optim"))]
-        for text in (capsys.readouterr().out, found["plan"])
+        for text in (plan_text(topology, plan), found["plan"])
     )
     assert shown == then

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed_ext import cores as masks
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.cores.threads import own_masks
+from deepspeed_ext.cores.host import own_masks
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.models import OddModel, batches, on_device, this_device
 from tests.support.ranks import run_fresh_ranks
@@ -45,20 +45,16 @@ def train_bound() -> dict[str, Any]:
     for batch in batches(3, rank):
         engine.backward(engine(on_device(batch)))
         engine.step()
-        found = binding.refresh()
+        binding.refresh()
     answer = {
         "planned": set(binding.plan.pytorch),
         "used": set().union(*own_masks().values()),
-        "problems": found,
         "place": binding.worker_placement,
         "threads": torch.get_num_threads(),
         "summary": binding.agreement.summary,
     }
     binding.restore()
-    return answer | {
-        "restored": set(own_masks().values()) == before,
-        "problems after": binding.verify(),
-    }
+    return answer | {"restored": set(own_masks().values()) == before}
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -68,8 +64,6 @@ def test_ranks_train_on_their_own_cores_and_go_back() -> None:
     first, second = (outcome.value for outcome in outcomes)
     assert not first["planned"] & second["planned"]
     for answer in (first, second):
-        assert answer["problems"] == ""
-        assert answer["problems after"] == ""
         assert answer["restored"]
         assert answer["used"] == answer["planned"]
         assert 1 <= answer["threads"] <= len(answer["planned"])

@@ -6,108 +6,82 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ext.commands import main as cli
-from tests.support.sysfs import write_host
-from tests.support.topologies import SPARSE, adjacent, cores
+from deepspeed_ext.cores import plan as planner
+from tests.support.sysfs import write, write_host
+from tests.support.topologies import SPARSE, cores
 
 
-@pytest.fixture
-def host(tmp_path: Path) -> Path:
-    return write_host(tmp_path, cores(16, 16, 8))
-
-
-def run(root: Path, *arguments: str) -> int:
+def run(*arguments: str) -> int:
     """The command's exit status, whether it returns it or leaves through argparse."""
     try:
-        return cli.main(["plan", "--root", str(root), *arguments])
+        return cli.main(["plan", *arguments])
     except SystemExit as leaving:
         return int(leaving.code or 0)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--allowed", "banana"],
-        ["--allowed", "100-110"],
-        ["--allowed", "0-3", "--allowed", "4-7", "--gpu-node", "0"],
-        ["--gpu-node", "9"],
-        ["--pt-reserved-cores", "0"],
-        ["--pt-reserved-cores", "1.0"],
-        ["--pt-reserved-cores", "nan"],
-        ["--pt-reserved-cores", "many"],
-        ["--optimizer-cores", "0"],
-        ["--optimizer-cores", "2.5"],
-        ["--opt", "2"],
-        ["extra"],
-    ],
-    ids=" ".join,
-)
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two nodes with a GPU each, whose tree the command reads."""
+    monkeypatch.setattr(planner, "read_host", partial(planner.read_host, tmp_path))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    write_host(tmp_path, cores(16, 16, 8))
+    for address, node in (("0000:3b:00.0", "1"), ("0000:af:00.0", "0")):
+        write(tmp_path / f"proc/driver/nvidia/gpus/{address}/information", "Model: GPU")
+        write(tmp_path / f"sys/bus/pci/devices/{address}/numa_node", node)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "0"], ["--gpus", "many"], ["--on"], ["extra"]])
 def test_bad_input_is_status_2_and_one_line(
     arguments: list[str], host: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(host, "--json", *arguments) == 2
+    assert run("--json", *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("deepspeed-ext")
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("root", ["missing", "empty", "file"])
-def test_a_root_that_describes_no_host_is_status_2(
-    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_tree_that_describes_no_host_is_a_problem_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    assert run(tmp_path / root) == 2
+    monkeypatch.setattr(planner, "read_host", partial(planner.read_host, tmp_path))
+    assert run() == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_lists_there_is_one_rank_with_the_mask_of_the_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_gpus_there_is_one_rank_with_the_mask_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(planner, "read_host", partial(planner.read_host, tmp_path))
     write_host(tmp_path, cores(48), mask=SPARSE)
-    assert run(tmp_path, "--json", "--on-cpu") == 0
+    assert run("--json", "--on-cpu") == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert rank["pytorch"] == [0, *range(4, 12), *range(21, 27), 30]
     assert rank["optimizer"] == list(range(31, 47))
 
 
-def test_gpu_nodes_alone_say_how_many_ranks(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(host, "--json", "--gpu-node", "1", "--gpu-node", "-1", "--gpu-node", "none") == 0
-    ranks = json.loads(capsys.readouterr().out)["ranks"]
-    assert [rank["local_rank"] for rank in ranks] == [0, 1, 2]
-    assert ranks[0]["numa_node"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "counts"),
-    [
-        (["--pt-reserved-cores", "0.25"], (8, 12, 0)),
-        (["--optimizer-cores", "3", "--pt-reserved-cores", "4"], (8, 3, 18)),
-        (["--on-cpu", "--optimizer-cores", "3"], (26, 3, 0)),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_requests_are_counts_of_cores(
-    arguments: list[str],
-    counts: tuple[int, int, int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("number", [None, 1, 3])
+def test_each_gpu_has_a_rank_on_its_node_unless_their_number_is_given(
+    number: int | None, host: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_host(tmp_path, adjacent(16, 2))
-    assert run(tmp_path, "--json", *arguments) == 0
+    assert run("--json", *(["--gpus", str(number)] if number else [])) == 0
     printed = json.loads(capsys.readouterr().out)
-    (rank,) = printed["ranks"]
-    assert (len(rank["pytorch"]), len(rank["optimizer"]), len(printed["idle"])) == counts
+    assert set(printed) == {"ranks", "idle", "warnings"}
+    fields = {"local_rank", "pytorch", "optimizer", "numa_node", "flags"}
+    assert all(set(rank) == fields for rank in printed["ranks"])
+    assert [rank["local_rank"] for rank in printed["ranks"]] == list(range(number or 2))
+    assert [rank["numa_node"] for rank in printed["ranks"]][:2] == [1, 0][:number]
 
 
 def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(host, "--gpu-node", "0", "--gpu-node", "1") == 0
+    assert run() == 0
     text = capsys.readouterr().out
     assert "0-1,16-17" in text
     assert "10-15" in text
@@ -115,14 +89,14 @@ def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFix
     assert text.count("few kept for PyTorch beside an accelerator") == 2
 
 
-def test_plan_needs_neither_torch_nor_deepspeed_nor_pydantic(host: Path) -> None:
+def test_plan_needs_neither_torch_nor_deepspeed_nor_pydantic() -> None:
     code = (
         "import sys; from deepspeed_ext.commands import main; "
         "status = main.main(sys.argv[1:]);"
         "heavy = ('torch', 'deepspeed', 'pydantic', 'psutil');"
         "sys.exit(status or any(name in sys.modules for name in heavy))"
     )
-    command = [sys.executable, "-c", code, "plan", "--root", str(host)]
+    command = [sys.executable, "-c", code, "plan"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

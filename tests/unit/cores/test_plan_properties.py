@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.cores.host import Core, Topology
 from deepspeed_ext.cores.plan import (
     HostPlan,
     PlanRequest,
@@ -19,7 +20,6 @@ from deepspeed_ext.cores.plan import (
     plan_text,
     usable_cores,
 )
-from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.proc import CpuQuota
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
@@ -61,10 +61,7 @@ def topologies(draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6) -> Topol
     for index, pus in enumerate(number_cpus(style, nodes * per_node, threads)):
         node = index // per_node
         cores.append(Core(min(pus), pus, step * node))
-    rows = tuple(
-        tuple(10 if a == b else 20 + abs(a - b) for b in range(nodes)) for a in range(nodes)
-    )
-    return Topology(tuple(cores), tuple(step * node for node in range(nodes)), rows)
+    return Topology(tuple(cores))
 
 
 def random_masks(
@@ -89,19 +86,18 @@ def hosts(
     max_cores: int = 6,
     max_nodes: int = 4,
 ) -> Host:
-    """A host with 1 to 6 ranks; ``plain`` leaves out quotas, isolated CPUs and requests."""
+    """A host with 1 to 6 ranks; ``plain`` leaves out quotas and requests."""
     topology = draw(topologies(max_nodes=max_nodes, max_cores=max_cores))
     form = form or draw(st.sampled_from(["same", "disjoint", "random"]))
     rng = random.Random(draw(st.integers(0, 10**6)))
     masks = random_masks(rng, topology, draw(st.integers(1, 6)), form)
     has_nodes = draw(st.booleans())
-    nodes = [rng.choice(topology.nodes) if has_nodes else None for _ in masks]
+    of_cores = sorted({core.node for core in topology.cores})
+    nodes = [rng.choice(of_cores) if has_nodes else None for _ in masks]
     quota = None if plain else draw(st.sampled_from([None, None, 0.5, 2.0, 3.5, 8.0]))
     quotas = () if quota is None else (CpuQuota("all", quota),)
     request = PlanRequest()
     if not plain:
-        isolated = frozenset(rng.sample(sorted(topology.cpus), rng.choice([0, 0, 1])))
-        topology = replace(topology, isolated=isolated)
         reserved = draw(st.sampled_from([None, None, 0.3, 0.5, 0.9, 1, 2, 5]))
         request = PlanRequest(reserved, draw(st.sampled_from([None, None, 1, 3])))
     ranks = tuple(RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(masks))
@@ -182,7 +178,8 @@ def test_ranks_are_whole_on_one_node_and_share_it_equally(host: Host) -> None:
 def test_a_rank_leaves_its_accelerators_node_only_if_that_is_full(host: Host) -> None:
     usable = usable_cores(host.topology, host.ranks[0].allowed)
     nodes = {core.node for core in usable}
-    if not len(nodes) <= len(host.ranks) <= len(usable) or nodes != set(host.topology.nodes):
+    every = {core.node for core in host.topology.cores}
+    if not len(nodes) <= len(host.ranks) <= len(usable) or nodes != every:
         return
     plan = host.plan()
     wanted = [rank.accelerator_node for rank in host.ranks]
@@ -221,7 +218,7 @@ def test_plan_does_not_depend_on_order(host: Host, seed: int) -> None:
 def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for(request_: PlanRequest) -> None:
     """Also where the optimizer's cores are not limited otherwise, or it asks for more, and more
     cores are allowed and free."""
-    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(16)), (0,), ((10,),))
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(16)))
     plan = plan_host(
         topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], request_
     ).ranks[0]
@@ -230,7 +227,7 @@ def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for(request_: P
 
 def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cores_are() -> None:
     cores = tuple(Core(cpu, (cpu,), cpu // 4) for cpu in range(8))
-    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    topology = Topology(cores)
     for mask, home in (({3, 4, 5, 6}, 1), ({0, 1, 2, 7}, 0), ({2, 3, 4, 5}, 0)):
         (plan,) = plan_host(topology, [RankFacts(0, frozenset(mask))]).ranks
         assert plan.numa_node == home
@@ -238,14 +235,14 @@ def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cor
 
 @pytest.mark.parametrize(("limit", "warned"), [(2, False), (3, False), (4, True), (5, True)])
 def test_a_rank_that_has_too_few_cores_for_its_optimizer_says_so(limit: int, warned: bool) -> None:
-    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)), (0,), ((10,),))
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)))
     plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=limit))
     assert any(f"instead of {limit}" in warning for warning in plan.warnings) is warned
     assert len(plan.ranks[0].optimizer) == min(limit, 3)
 
 
 def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None:
-    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)), (0,), ((10,),))
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)))
     crowded = plan_host(topology, [RankFacts(rank, frozenset({0})) for rank in range(2)])
     assert [warning for warning in crowded.warnings if "must share a core" in warning] == [
         "each of local ranks 0, 1 must share a core between its roles "
@@ -256,10 +253,7 @@ def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None
 
 def nodes_of(cores_per_node: int, number: int) -> Topology:
     """Cores on as many nodes of equal size as they fill."""
-    cores = (Core(cpu, (cpu,), cpu // cores_per_node) for cpu in range(number))
-    nodes = range(number // cores_per_node)
-    rows = tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes)
-    return Topology(tuple(cores), tuple(nodes), rows)
+    return Topology(tuple(Core(cpu, (cpu,), cpu // cores_per_node) for cpu in range(number)))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
-"""The plans of known hosts: from the pure planner, and from the command line over their sysfs, old
-and new."""
+"""The plans of known hosts, and their sysfs, old and new."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.commands import main as cli
-from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
-from deepspeed_ext.cores.topology import Core, Topology, read_topology
+from deepspeed_ext.cores.host import Core, Topology
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host, read_host
 from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
 from tests.support.sysfs import write_host
 from tests.support.topologies import CASES, Case, allowed
@@ -19,11 +16,7 @@ QUOTA_PERIOD = 100000
 
 
 def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
-    topology = Topology(
-        cores or case.cores,
-        case.nodes or tuple(sorted({core.node for core in case.cores})),
-        is_hybrid=bool(case.efficient),
-    )
+    topology = Topology(cores or case.cores, is_hybrid=bool(case.efficient))
     quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
     nodes = case.gpu_nodes or (None,) * len(case.masks)
     ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
@@ -46,50 +39,20 @@ def test_planner_gives_the_known_plan(case: Case) -> None:
         assert tuple(rank.pytorch_threads for rank in plan.ranks) == case.threads
 
 
-HYBRID_CASES = [case for case in CASES if case.name.startswith("T12")]
-SPELLINGS = [
-    *((case, spelling) for case in CASES for spelling in ("new", "old")),
-    *((case, "capacity") for case in HYBRID_CASES),
-]
-
-
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value)
-)
-def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
-    case: Case, spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("old", [False, True])
+def test_a_host_is_read_as_it_was_written(case: Case, old: bool, tmp_path: Path) -> None:
     write_host(
         tmp_path,
         case.cores,
-        old=spelling == "old",
+        old=old,
         nodes=case.nodes,
         efficient=case.efficient,
-        kinds="capacity" if spelling == "capacity" else "pmu",
         quota=case.quota,
     )
-    topology = read_topology(tmp_path)
+    topology, (rank,), _ = read_host(tmp_path)
     assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))
-    assert topology.nodes == (case.nodes or tuple(sorted({core.node for core in case.cores})))
-    arguments = ["plan", "--root", str(tmp_path), "--json"]
-    for mask in case.masks:
-        arguments += ["--allowed", mask]
-    for node in case.gpu_nodes or ():
-        arguments += ["--gpu-node", str(node)]
-    if "optimizer_cores" in case.options:
-        arguments += ["--optimizer-cores", str(case.options["optimizer_cores"])]
-    arguments += ["--on-cpu"] if case.on_cpu else []
-    assert cli.main(arguments) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert set(printed) == {"ranks", "idle", "warnings"}
-    fields = {"local_rank", "pytorch", "optimizer", "numa_node", "flags"}
-    assert all(set(rank) == fields for rank in printed["ranks"])
-    found = tuple(
-        (format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"]))
-        for rank in printed["ranks"]
-    )
-    assert found == case.expected
-    assert all(rank["flags"] == list(case.flags) for rank in printed["ranks"])
     assert topology.is_hybrid == bool(case.efficient)
-    assert format_cpulist(printed["idle"]) == case.idle
+    quotas = [int(case.quota.split()[0]) / QUOTA_PERIOD] if case.quota else []
+    assert [quota.cores for quota in rank.quotas] == quotas

@@ -36,7 +36,8 @@ SECONDS = 10.0
 
 CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
-        "adapter/enable.py:",
+        "adapter/engine.py:enable",
+        "adapter/engine.py:initialize",
         "adapter/contract.py:",
         "adapter/upstream.py:check",
         "adapter/upstream.py:entry_swaps",
@@ -55,7 +56,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_deferred",
         "adapter/engine.py:Engine._keeping_errors",
-        "adapter/reached_state.py:_require_same_position",
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
         "adapter/reached_state.py:ReachedState.take_from_weights",
@@ -79,7 +79,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
-        "adapter/reached_state.py:Evaluation.end",
+        "adapter/reached_state.py:ExactWeights.end_evaluation",
         "adapter/reached_state.py:ReachedState.settle",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
@@ -99,7 +99,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective.py:SelectiveRule.write_weights",
         "adapter/reshard.py:Target.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
-        "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
+        "adapter/zero_partitions.py:ZeroPartitions.exchange_loaded",
     ),
     "cannot fail, and is around code with collectives": (
         "runtime/timing.py:in_profile",
@@ -107,7 +107,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:swapped",
         "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
-        "adapter/late_weights.py:",  # looks parameters up
+        "adapter/gather_hooks.py:LateWeights",  # looks parameters up
+        "adapter/gather_hooks.py:complete_weights_of",
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
@@ -147,11 +148,9 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
         "adapter/zenflow_parts.py:zenflow_of",
-        "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer._host_gradients",
-        "adapter/stage_3.py:ZenFlowZeroOptimizerStage3._host_gradients",
-        "adapter/zero_partitions.py:GroupPartitions.stand_in",
+        "adapter/zenflow_parts.py:StepsInProcess._host_gradients",
+        "adapter/zero_partitions.py:ZeroPartitions.stand_in",
         "adapter/zero_partitions.py:GroupPartitions.trained",
-        "adapter/zero_partitions.py:SubGroupPartitions.stand_in",
         "adapter/zero_partitions.py:SubGroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.waits_after_weights",
         "flatten/staging.py:NoMasters.__init__",
@@ -186,21 +185,17 @@ HARMLESS = {
     ),
     "called once after a step, so not in every save": ("zenflow/rules/guard.py:Sample.predicted",),
     "a file of the kernel that cannot be read counts as absent": ("runtime/proc.py:read_text",),
-    "plans do without the accelerator's NUMA node": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
-        *(
-            f"cores/binding.py:{name}"
-            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine")
-        ),
+        *(f"cores/binding.py:{name}" for name in ("CoreBinding._give_up", "_follow")),
         *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
         "cores/binding.py:start_pool",
         *(
-            f"cores/threads.py:{name}"
+            f"cores/host.py:{name}"
             for name in ("own_masks", "outside", "confine", "_set_mask", "restore")
         ),
         "cores/__init__.py:keep_mask",
-        "cores/topology.py:omp_binding",
-        "cores/topology.py:thread_masks",
+        "cores/host.py:omp_binding",
+        "cores/host.py:thread_masks",
     ),
 }
 """Where an injected failure need not be an error, by reason."""

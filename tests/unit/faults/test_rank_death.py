@@ -20,9 +20,9 @@ import pytest
 from deepspeed import comm as dist
 
 from deepspeed_ext.adapter import joint_checkpoint_engine
+from deepspeed_ext.adapter.gather_hooks import LateWeights
 from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
-from deepspeed_ext.cores.threads import WorkerPlacement
+from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.zenflow.step.state_store import StateStore

@@ -4,8 +4,6 @@ bit."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 
 from deepspeed_ext.commands import main as command_line
 from tests.support.hf_trainer import config_file, curve, train
-from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -121,16 +118,3 @@ def test_callback_logs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once.startswith(
         "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext"
     )
-
-
-def test_missing_extra_is_named() -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None; import "
-        "deepspeed_ext.integrations.transformers"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert "ImportError" in done.stderr.splitlines()[-1]
-    assert "deepspeed-ext[transformers]" in done.stderr.splitlines()[-1]

@@ -30,7 +30,7 @@ MPIRUN = {
 TWO_HOSTS = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 BY_HAND = {"RANK": "3", "WORLD_SIZE": "14", "LOCAL_RANK": "1"}
-
+ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 
 NAMES = (*NEEDED[:3], "LOCAL_WORLD_SIZE", *NEEDED[3:])
 SLURMS, MPIS = "5 7 1 2 node01 22573", "1 2 1 2 127.0.0.1 26509"
@@ -71,7 +71,7 @@ def test_mpi_on_several_hosts_needs_the_address_of_rank_0() -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),  # a batch script
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),  # the shell of salloc
         (BY_HAND, None),
-        ({**SRUN, **BY_HAND}, None),  # each task has started two ranks
+        ({**SRUN, **BY_HAND, **ADDRESS}, None),  # each task has started two ranks
         ({**SRUN, **BY_HAND, "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "7", "CROSS_RANK": "1"}, "deepspeed"),
         ({**TWO_HOSTS, "SM_TRAINING_ENV": "{}"}, "SageMaker"),
@@ -119,7 +119,7 @@ def test_contradictions_and_gaps_are_refused(environ: dict[str, str], message: s
     with pytest.raises(ConfigError, match=message):
         plan_launch(environ)
     if not {*NAMES} & {*environ}:
-        by_hand = {**BY_HAND, "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+        by_hand = {**BY_HAND, **ADDRESS}
         assert plan_launch({**environ, **by_hand}) == LaunchPlan(None, {})
         for name in by_hand:
             with pytest.raises(ConfigError):

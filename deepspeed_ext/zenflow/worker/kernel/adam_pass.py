@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -132,7 +132,11 @@ class AdamPasses(Passes):
                 *(step.lr / step.bias_correction1, 1.0 / step.bias_correction2_sqrt),
                 step.grad_scale,
             )
-        return *of_step, *astuple(publish)[:4], 1.0 / publish.bias_correction2_sqrt, publish.eps
+        return (
+            *of_step,
+            *(publish.p_factor, publish.m_factor, publish.l2_factor, publish.l2_bound),
+            *(1.0 / publish.bias_correction2_sqrt, publish.eps),
+        )
 
     @staticmethod
     def take_step(

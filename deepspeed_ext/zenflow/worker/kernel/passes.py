@@ -52,6 +52,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -217,18 +218,18 @@ class StateLayout:
     steps_on_accelerator: bool = True
     moment_dtype: str = "float32"
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of the arrays of the state in the arena."""
         return ("p", *(kind for kind, _ in self.moments))
 
-    @property
+    @cached_property
     def arrays(self) -> tuple[tuple[str, str], ...]:
         """Kinds and dtypes of the arrays of the state in the arena."""
         dtypes = CODE_DTYPES if self.is_coded else (self.moment_dtype,) * len(self.moments)
         return (("p", "float32"), *zip(self.kinds[1:], dtypes, strict=True))
 
-    @property
+    @cached_property
     def is_coded(self) -> bool:
         """Whether the moments are codes."""
         return self.moment_dtype == CODE_DTYPES[0]
@@ -247,12 +248,12 @@ class StateLayout:
         per_element = 8 + (8 + _ROUNDING_BYTES[self.moment_dtype] if self.rounding else 0)
         return per_element * chunk + 12 * (chunk // block_size)
 
-    @property
+    @cached_property
     def scales(self) -> tuple[str, ...]:
         """Kinds of the arrays of their scales."""
         return tuple(f"{kind}_scales" for kind in self.kinds[1:]) if self.is_coded else ()
 
-    @property
+    @cached_property
     def kept(self) -> tuple[str, ...]:
         """Kinds of all arrays that are the state: p, the moments, and the scales of codes."""
         return (*self.kinds, *self.scales)

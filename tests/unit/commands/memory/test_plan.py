@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.arguments import numel as numel_of
+from deepspeed_ext.commands.main import numel as numel_of
 from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Setup, read_config
@@ -92,12 +92,10 @@ NEEDED = ["--memory", "--params", "7e9", "--ranks", "8"]
         [*NEEDED, "--tflops", "nan"],
         [*NEEDED, "--write", "no/such"],
         ["--params", "7e9"],
-        ["--ranks", "8"],
         ["--config", "a.json"],
         ["--memory", "--params", "banana", "--ranks", "8"],
         ["--memory", "--params", "7e9", "--ranks", "0"],
-        [*NEEDED, "--root", "/"],
-        [*NEEDED, "--allowed", "0-3"],
+        [*NEEDED, "--on-cpu"],
         [*NEEDED, "--svg", "a.svg"],
         [*NEEDED, "--ranks-per-host", "9"],
         [*NEEDED, "--dtype", "int8"],

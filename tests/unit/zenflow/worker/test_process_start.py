@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed_ext.cores.threads import WorkerPlacement
+from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import process as runtime_process
 from deepspeed_ext.zenflow.worker.arena import Arena

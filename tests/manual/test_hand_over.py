@@ -1,19 +1,22 @@
-"""Tensors go to another process through memory without a name."""
+"""The example that hands tensors to another process, through memory without a name."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
-from deepspeed_ext.errors import StateError
-from deepspeed_ext.integrations import shared_memory
+from tests.support.paths import ROOT
 from tests.support.same import assert_same
+
+sys.path.insert(0, str(ROOT / "examples"))
+from hand_over import hand_over, receive
 
 BUCKET = 1000
 
@@ -32,7 +35,7 @@ def reads(connection: Connection) -> None:
     """Return each handover, and end when told to; a stub of an inference engine."""
     torch.set_num_threads(1)
     while (order := connection.recv()) != "end":
-        received = shared_memory.receive(connection)
+        received = receive(connection)
         if order == "stop":
             next(received)
             del received  # which ends it
@@ -42,7 +45,7 @@ def reads(connection: Connection) -> None:
             os._exit(1)
         try:
             connection.send({name: tensor.clone() for name, tensor in received})
-        except StateError as error:
+        except RuntimeError as error:
             connection.send(str(error))
 
 
@@ -71,30 +74,30 @@ def test_another_process_gets_the_same_bits_and_nothing_is_left(reader: Connecti
     before = sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     for seed in (0, 1):  # the connection is used again
         reader.send("read")
-        shared_memory.hand_over(tensors(seed).items(), reader, BUCKET)
+        hand_over(tensors(seed).items(), reader, BUCKET)
         assert_same(tensors(seed), reader.recv())
     reader.send("read")
     with pytest.raises(OSError, match="no such weight"):
-        shared_memory.hand_over(fails_after(9), reader, BUCKET)
+        hand_over(fails_after(9), reader, BUCKET)
     assert "has failed" in reader.recv()
     reader.send("stop")
-    with pytest.raises(StateError, match="has stopped before the last"):
-        shared_memory.hand_over(tensors().items(), reader, BUCKET)
+    with pytest.raises(RuntimeError, match="has stopped before the last"):
+        hand_over(tensors().items(), reader, BUCKET)
     reader.send("die")
-    with pytest.raises(StateError, match="has ended or closed the connection"):
-        shared_memory.hand_over(tensors().items(), reader, BUCKET)
+    with pytest.raises(RuntimeError, match="has ended or closed the connection"):
+        hand_over(tensors().items(), reader, BUCKET)
     assert (sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_a_rank_that_gets_nothing_only_iterates() -> None:
     stream = iter(tensors().items())
-    shared_memory.hand_over(stream, None)
+    hand_over(stream, None)
     assert next(stream, None) is None
 
 
 def test_the_sender_that_ends_is_an_error_of_the_receiver() -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.close()
-    with pytest.raises(StateError, match="has ended before the last"):
-        list(shared_memory.receive(theirs))
+    with pytest.raises(RuntimeError, match="has ended before the last"):
+        list(receive(theirs))
     theirs.close()

@@ -1,4 +1,5 @@
-"""Hands tensors to another process of this host through shared memory.
+"""Hands tensors to another process of this host through shared memory, such as a trainer's weights
+to an inference engine. Copy this file: it needs nothing but torch.
 
 The memory is a memfd of one bucket, which both processes map and use again and again. It has no
 name, so that nothing is left in /dev/shm however either process ends.
@@ -15,8 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-
-from deepspeed_ext.errors import StateError
 
 __all__ = ["hand_over", "receive"]
 
@@ -42,7 +41,7 @@ def hand_over(
         bucket_bytes: size of the shared memory; a larger tensor enlarges it.
 
     Raises:
-        StateError: the other process has ended, or closed its end, before it had read everything.
+        RuntimeError: the other process has ended, or closed its end, before it had read everything.
     """
     if connection is None:
         for _ in weights:
@@ -55,7 +54,7 @@ def hand_over(
         if places:
             connection.send((_TENSORS, places))
             if connection.recv() != _READ:
-                raise StateError(
+                raise RuntimeError(
                     "the process that receives the weights has stopped before the last: iterate "
                     "over receive(...) to the end"
                 )
@@ -79,7 +78,7 @@ def hand_over(
         flush()
         connection.send((_END, None))
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-        raise StateError(
+        raise RuntimeError(
             "the process that receives the weights has ended or closed the connection: start it "
             "again and hand over all weights"
         ) from error
@@ -91,7 +90,7 @@ def hand_over(
 
 def _shared(connection: Connection, nbytes: int) -> torch.Tensor:
     """New memory, uint8 [nbytes], that the reader maps, too."""
-    fileno = os.memfd_create("deepspeed_ext-weights", os.MFD_CLOEXEC)
+    fileno = os.memfd_create("weights", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fileno, nbytes)
         connection.send((_MEMORY, nbytes))
@@ -111,14 +110,14 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
         connection: the other end of `hand_over`'s connection.
 
     Raises:
-        StateError: the other process ended, or failed, before it had handed over everything.
+        RuntimeError: the other process ended, or failed, before it had handed over everything.
     """
     memory, reads = _NO_MEMORY, False
     try:
         while (message := connection.recv())[0] != _END:
             kind, content = message
             if kind == _BROKEN:
-                raise StateError(
+                raise RuntimeError(
                     "the process that hands over weights has failed: see the error in its log"
                 )
             if kind == _MEMORY:
@@ -133,7 +132,7 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
             reads = False
             connection.send(_READ)
     except EOFError as error:
-        raise StateError(
+        raise RuntimeError(
             "the process that hands over weights has ended before the last tensor: see its log"
         ) from error
     finally:
