@@ -38,7 +38,6 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, communicating_on_host, together
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
@@ -48,6 +47,8 @@ __all__ = ["ExactWeights", "ReachedState", "wrap_accelerate"]
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
+_CONVERTED_NUMEL = 1 << 24
+"""Elements converted at once while they are copied from the arena to the weights."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -144,7 +145,7 @@ class ExactWeights:
     def _round(self) -> None:
         for index in range(len(self._host.state.wholes)):
             # in parts: a copy that converts needs memory for its result
-            for part, p in self._parts(index, CONVERTED_NUMEL):
+            for part, p in self._parts(index, _CONVERTED_NUMEL):
                 part.copy_(p)
 
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
