@@ -113,7 +113,7 @@ class Engine(EngineConstruction):
         once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
         if self._parts is not None:
-            self._parts.state.evaluation.end()
+            self._parts.state.exact_weights.end_evaluation()
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -174,7 +174,7 @@ class Engine(EngineConstruction):
         if self._parts is not None:
             self._parts.readiness.require_closed()
             self._require(check, *states)
-            self._parts.state.evaluation.end()
+            self._parts.state.exact_weights.end_evaluation()
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class Engine(EngineConstruction):
             if (parts := self._parts) is not None:
                 if kept.error is not None and parts.host.link.failed:
                     logger.error(str(kept.take()))  # a step has reported its cause
-                parts.state.evaluation.close()
+                parts.state.exact_weights.close()
                 afterwards.callback(parts.host.close)
             if self.parameter_gather is not None:
                 gather_hooks.detach(self.module, self.parameter_gather)

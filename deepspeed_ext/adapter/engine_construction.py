@@ -226,7 +226,7 @@ class EngineConstruction(DeepSpeedEngine):
         self._parts = zenflow_of(zero_optimizer)
         if self._parts is not None:
             wrap_accelerate(EngineConstruction)
-            self._parts.state.evaluation.watch(self.module)
+            self._parts.state.exact_weights.watch(self.module)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             group = self.seq_data_parallel_group
             with within(self._ranks, RankGroup.of(group, self._ranks.device)):

@@ -39,7 +39,6 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.gather.launch import (
     PendingParameter,
-    Work,
     can_group,
     gather_singles,
     gather_together,
@@ -87,7 +86,7 @@ class GatherHandle:
     `stand_ins`)."""
 
     def __init__(
-        self, works: list[Work], pending: list[FetchedParameter], upstream: Sequence[Any] = ()
+        self, works: list[Any], pending: list[FetchedParameter], upstream: Sequence[Any] = ()
     ) -> None:
         self._works = works
         self._pending = pending
@@ -177,7 +176,7 @@ class SingleParameterGather:
         ]
         complete_weights_of(by_us)
         _mark_in_flight(by_us)
-        works: list[Work] = []
+        works: list[Any] = []
         pending: list[FetchedParameter] = []
         for ranks, members in self._by_group([by_id[i] for i in fetch.singles]):
             works += gather_singles(members, ranks, self.grouped)

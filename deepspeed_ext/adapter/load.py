@@ -105,6 +105,7 @@ class Load:
         self._is_strict = bool(how["load_module_strict"])
         self._weights_alone = only_weights(how)
         self._loads_state = False  # ZenFlow's state, in the layout of this run
+        self._position: tuple[Any, ...] | None = None  # of the run that saved that state
         self._resharding: Resharding | None = None  # of another layout, or of p alone
         self.how = dict(how)
         found: Any = None
@@ -117,13 +118,13 @@ class Load:
                 self._prepare(target)
                 layout = self._saved.stage, self._saved.ranks
             self.swaps = self._find_swaps()
-            found = layout, self._saved.save_id, self._loads_state
+            found = layout, self._saved.save_id, self._loads_state, self._position
         if len(each := ranks.distinct(found, MOST_TOLD)) > 1:
             listing = ", ".join(f"{what} on {rank_list(on, ranks)}" for what, on in each)
             error = CheckpointError(
                 f"{folder}: the ranks' files are of different saves or layouts (another stage and "
-                f"number of ranks, id of the save, whether ZenFlow saved it): {listing}. Give all "
-                f"ranks the same folder, or {LOAD_ANOTHER}"
+                f"number of ranks, id of the save, whether ZenFlow saved it, and when): {listing}. "
+                f"Give all ranks the same folder, or {LOAD_ANOTHER}"
             )
             raise agreed(error, ranks)
 
@@ -250,6 +251,8 @@ class Load:
                 own = SavedPartitions(file)
                 zenflow.readiness.require_groups(own.groups, file.path)
                 zenflow.state.require_continuable(own.saved)
+                if (there := own.saved) is not None:  # ranks at other places would diverge
+                    self._position = there.rule, there.block_size, there.updates, there.schedule
                 numels = [each.master.numel() for each in zenflow.host.state.wholes]
                 behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
                 sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]

@@ -6,7 +6,7 @@ engine overrides, and accelerate's, so the Hugging Face Trainer's. At stages 1 a
 copies the state dict of the bare module on every rank, where no override of ours runs, so
 `wrap_accelerate` wraps that method.
 
-A forward in evaluation mode without gradients first enters `ExactWeights`, too, by `Evaluation`;
+A forward in evaluation mode without gradients first enters `ExactWeights`, too;
 whatever trains, saves or loads next leaves them, so training goes on as if there had been no
 evaluation. That is a copy of the partitions and, at stages 1 and 2, a gather each way.
 
@@ -33,38 +33,36 @@ from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
-from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
+from deepspeed_ext.errors import CheckpointError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, warn_once
-from deepspeed_ext.runtime.ranks import (
-    RankGroup,
-    agreed,
-    communicating_on_host,
-    require_same_plan,
-    together,
-)
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
+from deepspeed_ext.runtime.ranks import RankGroup, communicating_on_host, together
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
+__all__ = ["ExactWeights", "ReachedState", "wrap_accelerate"]
 
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
+_CONVERTED_NUMEL = 1 << 24
+"""Elements converted at once while they are copied from the arena to the weights."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
 
 class ExactWeights:
-    """Replaces the weights of one ZeRO optimizer by p, rounded. Each rank keeps a copy of its
-    partitions meanwhile; under the exact rule, only of those whose p a user has written.
+    """Replaces the weights of one ZeRO optimizer by p, rounded: for an export, and while its model
+    is evaluated. Each rank keeps a copy of its partitions meanwhile; under the exact rule, only of
+    those whose p a user has written.
 
     Args:
         drain: waits on all ranks until p and the weights are final; its argument is that of
-            `enter`.
+            `_enter`.
+        readiness: knows how many backward passes there were.
+        ranks: those that must meet before an evaluation.
     """
 
     def __init__(
@@ -72,9 +70,17 @@ class ExactWeights:
         host: HostOptimizer,
         partitions: ZeroPartitions,
         drain: Callable[[bool], None],
+        readiness: Readiness,
+        ranks: RankGroup,
     ) -> None:
         self._host, self._partitions, self._drain = host, partitions, drain
+        self._readiness, self._ranks = readiness, ranks
         self._predicted: list[torch.Tensor] | None = None
+        self._evaluates = False  # with p
+        self._graded = -1  # backward passes before the newest evaluation with gradients
+        self._meets = True
+        self._meetings = 0
+        self._handle: Any = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -90,13 +96,13 @@ class ExactWeights:
             yield
             return
         try:
-            self.enter()
+            self._enter()
             yield
         finally:
-            self.leave()
+            self._leave()
 
-    def enter(self, *, takes_over: bool = True) -> None:
-        """Give the model p, until `leave`. A collective.
+    def _enter(self, *, takes_over: bool = True) -> None:
+        """Give the model p, until `_leave`. A collective.
 
         Args:
             takes_over: see `StateStore.drain`.
@@ -109,8 +115,8 @@ class ExactWeights:
             self._round()
         self._partitions.spread(None)
 
-    def leave(self) -> None:
-        """Undo `enter`. A collective."""
+    def _leave(self) -> None:
+        """Undo `_enter`. A collective."""
         predicted, self._predicted = self._predicted, None
         if predicted is not None:
             self._partitions.spread(predicted)
@@ -139,7 +145,7 @@ class ExactWeights:
     def _round(self) -> None:
         for index in range(len(self._host.state.wholes)):
             # in parts: a copy that converts needs memory for its result
-            for part, p in self._parts(index, CONVERTED_NUMEL):
+            for part, p in self._parts(index, _CONVERTED_NUMEL):
                 part.copy_(p)
 
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -148,58 +154,32 @@ class ExactWeights:
         for part in self._partitions.weights(index).split(numel):
             yield part, self._host.state.read(index, Span(begin, begin := begin + part.numel()))
 
-
-class Evaluation:
-    """Switches one model between the weights of training and those that would be saved.
-
-    Args:
-        exact_weights: replaces the weights.
-        readiness: knows how many backward passes there were.
-        ranks: those that must meet first.
-    """
-
-    def __init__(
-        self,
-        host: HostOptimizer,
-        exact_weights: ExactWeights,
-        readiness: Readiness,
-        ranks: RankGroup,
-    ) -> None:
-        self._host, self._exact_weights = host, exact_weights
-        self._readiness, self._ranks = readiness, ranks
-        self._graded = -1  # backward passes before the newest evaluation with gradients
-        self._meets = True
-        self._meetings = 0
-        self.is_on = False
-        self._handle: Any = None
+    # -- evaluation --------------------------------------------------------------------------------
 
     def watch(self, module: torch.nn.Module) -> None:
         """Follow the forwards of `module`, also those that no engine sees."""
         mine = weakref.ref(self)
 
         def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-            if not torch.compiler.is_compiling() and (evaluation := mine()) is not None:
-                evaluation.before_forward(module)
+            if not torch.compiler.is_compiling() and (weights := mine()) is not None:
+                weights.before_forward(module)
 
         self._handle = module.register_forward_pre_hook(before_forward, prepend=True)
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called before `module` runs; a collective if the weights change."""
         evaluates = not module.training and not torch.is_grad_enabled()
+        # whether weights may not be p; the same on all ranks
+        predicts = self._host.decided.rule.overlapped and self._host.state.updates > 0
         if not evaluates:
-            self.end()
-            if not module.training and self._predicts:
+            self.end_evaluation()
+            if not module.training and predicts:
                 self._warn_of_gradients()
-        elif not self.is_on and self._predicts and self._all_meet():
+        elif not self._evaluates and predicts and self._all_meet():
             with torch.inference_mode(False), torch.no_grad():
                 # a script may have moved the optimizer's state away, to have memory for this
-                self._exact_weights.enter(takes_over=False)
-            self.is_on = True
-
-    @property
-    def _predicts(self) -> bool:
-        """Whether weights may not be p; the same on all ranks."""
-        return self._host.decided.rule.overlapped and self._host.state.updates > 0
+                self._enter(takes_over=False)
+            self._evaluates = True
 
     def _warn_of_gradients(self) -> None:
         """Warn if the forward before this one evaluated, too, with gradients and no backward pass:
@@ -212,12 +192,12 @@ class Evaluation:
             )
         self._graded = self._readiness.passes
 
-    def end(self) -> None:
+    def end_evaluation(self) -> None:
         """Go back to the weights of training. A collective if they were replaced."""
-        if self.is_on:
-            self.is_on = False
+        if self._evaluates:
+            self._evaluates = False
             with torch.inference_mode(False), torch.no_grad():
-                self._exact_weights.leave()
+                self._leave()
 
     def close(self) -> None:
         """Follow no more forwards."""
@@ -279,7 +259,6 @@ class ReachedState:
     Attributes:
         exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
             weights; see `ExactWeights`.
-        evaluation: gives the model these weights while it is evaluated.
     """
 
     def __init__(
@@ -295,10 +274,10 @@ class ReachedState:
         self._ranks = ranks
         self._scale = scale
         self._readiness = readiness
-        self.exact_weights = ExactWeights(host, partitions, partial(self.drain_together, False))
         # with sharded weights, forward is a collective anyway
         meeting = host.ranks if partitions.saved_weights is None else RankGroup.alone()
-        self.evaluation = Evaluation(host, self.exact_weights, readiness, meeting)
+        drain = partial(self.drain_together, False)
+        self.exact_weights = ExactWeights(host, partitions, drain, readiness, meeting)
 
     @cached_property
     def host_ranks(self) -> RankGroup:
@@ -357,7 +336,6 @@ class ReachedState:
         self.drain_together()
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list)
-        _require_same_position(saved, host.ranks)
         try:
             with host.state.quiet():
                 super_call(
@@ -434,16 +412,3 @@ class ReachedState:
         with self._host.state.quiet():
             super_call()
         self._host.state.replaced()
-
-
-def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
-    """Raise on every rank if the ranks' saved states are of different runs or steps, from which the
-    ranks would diverge."""
-    position: Any = None
-    if saved is not None:
-        position = saved.rule, saved.block_size, saved.updates, saved.schedule
-    try:
-        require_same_plan("continuing from the checkpoint", position, ranks)
-    except PlanMismatchError as error:
-        said = f"the ranks' saved ZenFlow states do not match: {error}"
-        raise agreed(CheckpointError(said), ranks) from None

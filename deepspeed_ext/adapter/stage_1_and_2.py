@@ -38,8 +38,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.shown_tensor import nan_like
-from deepspeed_ext.zenflow.step.state_store import StateStore
+from deepspeed_ext.zenflow.step.state_store import StateStore, nan_like
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
 

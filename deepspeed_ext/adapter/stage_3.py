@@ -30,7 +30,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.shown_tensor import nan_like
+from deepspeed_ext.zenflow.step.state_store import nan_like
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.memory import host_empty
-from deepspeed_ext.zenflow.step.shown_tensor import ShownTensor, plain
+from deepspeed_ext.zenflow.step.state_store import ShownTensor, plain
 
 __all__ = ["Hole", "SkeletonError", "fill_holes", "write_skeleton"]
 

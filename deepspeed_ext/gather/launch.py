@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 
 __all__ = [
     "PendingParameter",
-    "Work",
     "can_group",
     "gather_singles",
     "gather_together",
@@ -26,12 +25,6 @@ __all__ = [
 
 _SEGMENT_BYTES = 64
 """Alignment of parameters in a shared bucket, as by the CPU allocator: kernels may depend on it."""
-
-
-class Work(Protocol):
-    """What an asynchronous collective returns."""
-
-    def wait(self) -> Any: ...
 
 
 @dataclass
@@ -60,8 +53,9 @@ def can_group(ranks: RankGroup) -> bool:
 
 def gather_singles(
     pending: Sequence[PendingParameter], ranks: RankGroup, grouped: bool
-) -> list[Work]:
-    """Start to gather every partition directly into its parameter's own storage; do not wait.
+) -> list[Any]:
+    """Start to gather every partition directly into its parameter's own storage; do not wait, which
+    each of the results can.
 
     Args:
         pending: the parameters, in the same order on every rank.
@@ -99,7 +93,7 @@ def _output_and_input(
     return output, own
 
 
-def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Work:
+def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Any:
     """Start to gather small parameters by one collective into shared storage, each of them
     contiguous; do not wait.
 

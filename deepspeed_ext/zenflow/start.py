@@ -183,8 +183,7 @@ def _threads(start: ZenFlowStart) -> WorkerThreads:
 def _plan_with_buffers(
     facts: ZenFlowFacts, start: ZenFlowStart
 ) -> tuple[ZenFlowPlan, list[LandingBuffer]]:
-    """The plan and its landing buffers, or a plan without them if a rank cannot allocate them. A
-    collective."""
+    """The plan, and its landing buffers if every rank can allocate them. A collective."""
     plan = _agreed_plan(facts, start)
     buffers = landing_buffers(plan, start.ranks)
     if buffers is None:

@@ -17,7 +17,6 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger, warn_once
-from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.native import library_path, open_library
@@ -48,6 +47,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8
 _NATIVE_CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 _NUMEL_PER_THREAD = 1 << 16
 """With fewer elements per thread, another thread of the host costs more than it saves."""
+_LARGEST_BLOCK = 256
+"""Elements of the largest block with a kernel; larger ones are computed as torch operations."""
 _ALIGNMENT = 16
 _TILE_NUMEL = {"predict": 2048, "adam_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
@@ -92,7 +93,7 @@ def serves(block_size: int, *arrays: torch.Tensor) -> bool:
     """Whether a kernel can run on these arrays."""
     device = arrays[0].device
     return (
-        block_size <= LARGEST_KERNEL_BLOCK
+        block_size <= _LARGEST_BLOCK
         and missing(device) is None
         and all(a.device == device and a.is_contiguous() and a.dtype in _DTYPES for a in arrays)
     )
@@ -248,7 +249,7 @@ def prepare(
         calls: each launches one variant of a kernel on small arrays.
         warns: whether this rank logs why there are no kernels, on devices that should have them.
     """
-    if block_size > LARGEST_KERNEL_BLOCK:
+    if block_size > _LARGEST_BLOCK:
         return
     begin = time.perf_counter()
     if missing(device) is None:

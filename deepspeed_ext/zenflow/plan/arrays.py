@@ -91,7 +91,7 @@ class PlacedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Positions of all arrays. Trainer and worker hold equal copies."""
+    """Where all arrays are. Trainer and worker hold equal copies."""
 
     arrays: tuple[PlacedArray, ...]
     nbytes: int

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 
-__all__ = [
-    "CHUNK_NUMEL",
-    "CONVERTED_NUMEL",
-    "LARGEST_KERNEL_BLOCK",
-    "MOST_CHUNKS",
-    "SLOTS_OF_CHUNKS",
-    "chunk_numel",
-]
-
-LARGEST_KERNEL_BLOCK = 256
-"""Elements of the largest block for which there is a device kernel; larger ones are computed as
-torch operations."""
-
-CONVERTED_NUMEL = 1 << 24
-"""Elements converted at once while they are copied from the arena to the weights."""
+__all__ = ["CHUNK_NUMEL", "MOST_CHUNKS", "SLOTS_OF_CHUNKS", "chunk_numel"]
 
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole

@@ -113,13 +113,8 @@ NOT_LIMITED = 0.05
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per element of a rank's partition in an optimizer step.
-
-    Attributes:
-        down, up: bytes over the link.
-        passed: moved in host memory by the optimizer's pass.
-        peeked: moved in host memory by a peek.
-    """
+    """Bytes per element of a rank's partition in an optimizer step: over the link, and in host
+    memory, by the optimizer's pass and by a peek."""
 
     down: float
     up: float
@@ -132,8 +127,7 @@ class Lanes:
     """Seconds of an optimizer step on one rank beside forward and backward.
 
     Attributes:
-        down, up: copies over the link.
-        host: the pass over host memory.
+        down, up, host: copies over the link, and the pass over host memory.
         exposed: what every step waits for, however long forward and backward take.
         beside: what is hidden if forward and backward take at least as long.
         forward, backward: how much of a second of the forward, and of backward, hides.
@@ -341,7 +335,6 @@ def times_of(
     """Scale a rank's measurements to a step with all elements on the host.
 
     Args:
-        plan: the plan of those steps.
         alone: a synchronous step. None: there were none, so how much the pass delays the
             accelerator is not known.
         beside: an overlapped step; None: steps do not overlap.

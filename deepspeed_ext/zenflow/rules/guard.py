@@ -50,7 +50,7 @@ class PredictionErrors:
     update: float
 
     def __add__(self, other: PredictionErrors) -> PredictionErrors:
-        """The distances on both samples together."""
+        """On both samples together."""
         return PredictionErrors(
             math.hypot(self.prediction, other.prediction),
             math.hypot(self.rounding, other.rounding),

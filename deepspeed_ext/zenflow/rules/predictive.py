@@ -105,11 +105,8 @@ class GuardState:
         return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
 
     def judged(self, excess: float) -> GuardState:
-        """The state once the errors of the newest hand-over are known.
-
-        Args:
-            excess: the largest of all ranks and partitions; NaN counts as too large.
-        """
+        """The state once the largest `excess` of all ranks and partitions is known; NaN counts as
+        too large."""
         speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
         streak = self.streak + 1 if speaks_for_change else 0
         if streak >= self._needed:
@@ -204,11 +201,8 @@ class PredictiveSchedule(Schedule):
         return not self.wants_verdict
 
     def judge(self, excess: float) -> bool:
-        """Give the guard the probe's result, and return whether this changes the coming steps.
-
-        Args:
-            excess: see `GuardState.judged`; the same on every rank.
-        """
+        """Give the guard the probe's result, the same on every rank (`GuardState.judged`), and
+        return whether this changes the coming steps."""
         before = self.state.guard
         self.state = replace(self.state, guard=before.judged(excess))
         return self.state.guard.synchronous is not before.synchronous
@@ -287,7 +281,6 @@ class PredictiveRule(UpdateRule):
     ) -> None:
         state = self.states[partition.index]
         if plan.probes:
-            assert state.last is not None, "the schedule begins with a synchronous step"
             most = blocks_per_sample(self.block_size, len(self._partitions))
             blocks = drawn(partition, self.block_size, most, self.schedule.state.steps)
             state.sample = Sample(
@@ -342,7 +335,6 @@ class PredictiveRule(UpdateRule):
         overlapped steps."""
         passes = []
         for index, state in enumerate(self.states):
-            assert state.last is not None, "publishing again needs a first step"
             publish = self._kind.ahead(state.last)
             passes.append(WorkerTask(index, self.schedule.handed_over, publish))
         self._link.depart(passes, gradients=0)
@@ -353,7 +345,6 @@ class PredictiveRule(UpdateRule):
             return
         self._link.is_unread = False
         for partition, state in zip(self._partitions, self.states, strict=True):
-            assert state.last is not None, "a result has arrived, so gradients were handed over"
             means = self._link.stream.block_means(partition.index)
             # no view of the copy: `offload` could not free what that keeps
             means = means.view(-1).to(partition.device, copy=True, non_blocking=True)

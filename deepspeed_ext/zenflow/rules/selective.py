@@ -198,11 +198,11 @@ class SelectivePartitionValues(PartitionValues):
 
 @dataclass
 class HotBlocks:
-    """The hot blocks of one partition.
+    """The hot blocks of one partition, where the gradients are.
 
     Attributes:
-        ids: their numbers, 1-D int64 [k], ascending, where the gradients are.
-        state: p, m and v, fp32 [3, k, block_size]; there, too.
+        ids: their numbers, 1-D int64 [k], ascending.
+        state: p, m and v, fp32 [3, k, block_size].
     """
 
     ids: torch.Tensor
@@ -224,7 +224,7 @@ class SelectionState:
 
     hot: HotBlocks | None = None
     mean: torch.Tensor | None = None
-    last: AdamStep | None = None
+    last: Any = None
     cold_updates: int = 0
     scores: torch.Tensor | None = None
 
@@ -274,7 +274,6 @@ class SelectiveRule(UpdateRule):
         if not plan.collected:
             state.mean.copy_(grad)
             return None
-        assert before is not None, "earlier gradients of the interval have been taken"
         count, most = plan.collected + 1, torch.finfo(grad.dtype).max
         state.mean.mul_(plan.collected / count * before.grad_scale / step.grad_scale)
         # clamped, because fp16 may overflow if the loss scale has just been raised
@@ -298,11 +297,9 @@ class SelectiveRule(UpdateRule):
 
     def task(self, plan: SelectivePlan, partition: Partition) -> WorkerTask:
         state = self.states[partition.index]
-        assert state.last is not None, "a step has a gradient"
         state.cold_updates += 1
         step = replace(state.last, step=state.cold_updates)
-        publish = self._kind.exact(step)
-        return WorkerTask(partition.index, self.schedule.coming, publish, step)
+        return WorkerTask(partition.index, self.schedule.coming, self._kind.exact(step), step)
 
     @torch.no_grad()
     def write_weights(self, plan: SelectivePlan) -> None:
@@ -322,17 +319,15 @@ class SelectiveRule(UpdateRule):
         self._write_back(partition, state)
         self._make_cold(partition, state)
         count = math.ceil(self._settings.topk_ratio * state.scores.numel())
-        self._make_hot(partition, state, torch.topk(state.scores, count).indices.sort().values)
-        assert state.hot is not None, "made above"
-        assert state.last is not None, "scored in this step"
+        hot = self._copied(partition, torch.topk(state.scores, count).indices.sort().values)
         cold = replace(state.last, step=state.cold_updates)
-        recorrect(state.hot.state[1], state.hot.state[2], cold, state.last)
-        state.scores = None
+        recorrect(hot.state[1], hot.state[2], cold, state.last)
+        state.hot, state.scores = hot, None
 
-    def _make_hot(self, partition: Partition, state: SelectionState, ids: torch.Tensor) -> None:
-        """Copy the state of blocks `ids` to where gradients are."""
+    def _copied(self, partition: Partition, ids: torch.Tensor) -> HotBlocks:
+        """The state of blocks `ids`, copied to where gradients are."""
         rows = [rows_of(array, self.block_size)[ids.cpu()] for array in partition.state]
-        state.hot = HotBlocks(ids.to(partition.device), torch.stack(rows).to(partition.device))
+        return HotBlocks(ids.to(partition.device), torch.stack(rows).to(partition.device))
 
     def _make_cold(self, partition: Partition, state: SelectionState) -> None:
         """Let what the arena holds of the hot blocks be that of cold ones; see Note: [two
@@ -371,7 +366,7 @@ class SelectiveRule(UpdateRule):
     def resume(self) -> None:
         for partition, state in zip(self._partitions, self.states, strict=True):
             if state.hot is not None:
-                self._make_hot(partition, state, state.hot.ids)
+                state.hot = self._copied(partition, state.hot.ids)
         if self.schedule.state.is_in_flight:
             unused = [self._kind.step(partition.group, 1, 1.0) for partition in self._partitions]
             tasks = [
@@ -419,4 +414,4 @@ class SelectiveRule(UpdateRule):
             state.cold_updates = saved.cold_updates
             state.mean = None if saved.mean is None else saved.mean.to(partition.device, copy=True)
             if saved.hot_blocks is not None:
-                self._make_hot(partition, state, saved.hot_blocks)
+                state.hot = self._copied(partition, saved.hot_blocks)

@@ -36,8 +36,6 @@ class FirstSteps:
     none.
 
     Args:
-        config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
-            of a step.
         chooses_share: whether the share may move; otherwise only threads are chosen.
         counts: thread counts to try, the present one first; a single one stays.
         cores: those of the optimizer process, and all of its rank; None: not known.
@@ -165,12 +163,12 @@ class FirstSteps:
 
 
 def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
-    """Continue with `plan`, in which more elements step on the accelerator, between two steps and
-    without rounding. A collective.
+    """Continue with `plan`, in which more elements step on the accelerator, between two steps. A
+    collective.
 
     p and the moments of what moves are copied to the accelerator, and the host's arrays then begin
-    after those elements. Later steps equal those of a run that began with this plan and the same p
-    and moments. Elements never move back: their host memory may be in use by others.
+    after those elements. Later steps equal, to the bit, those of a run that began with this plan
+    and the same p and moments. Elements never move back: their host memory may be in use by others.
 
     Returns:
         False if an accelerator has no memory for it; then nothing has changed.

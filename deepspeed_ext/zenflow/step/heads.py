@@ -85,10 +85,8 @@ class Heads:
 
         Args:
             step: the update's constants.
-            grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor
-                clipped.
-            weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in
-                place.
+            grad, weights: the share's, 1-D [d], accelerator; the gradient in any float dtype,
+                neither unscaled nor clipped; the weights in the model's dtype, written in place.
         """
         state = self.tensors(index)
         p = state[0]
@@ -123,5 +121,5 @@ class Heads:
             self.is_shown = False
 
     def tensors(self, index: int) -> list[torch.Tensor]:
-        """What a partition's share keeps on the accelerator between steps."""
+        """What a partition's share keeps on the accelerator."""
         return [values for values, _ in self._parts[index]]

@@ -39,8 +39,9 @@ __all__ = [
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 16
-_SLICE_SECONDS = 0.5
-_SHARED_SLICE_SECONDS = 0.01
+_SLICE_SECONDS = 0.01
+"""Short, because another thread may take the answer that one waits for."""
+_SUSPENDED_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
 
 
@@ -220,7 +221,7 @@ class Patience:
         if self._within is not None:
             self._within.end_slice()
         passed = time.monotonic() - self._begin
-        if passed > 2 * _SLICE_SECONDS:
+        if passed > _SUSPENDED_SECONDS:
             self._left = max(self._left, _GRACE_SECONDS)
         else:
             self._left -= passed
@@ -289,18 +290,16 @@ class Channel:
         size: int = _LENGTH.size + _LENGTH.unpack_from(self._unread)[0]
         return size if len(self._unread) >= size else None
 
-    def idle(self, patience: Patience | None = None, *, is_shared: bool = False) -> None:
+    def idle(self, patience: Patience | None = None) -> None:
         """Block until unsent bytes can be sent or, if there are none, something can be read; at
-        most for one slice of `patience`. The slice is short if another thread also reads
-        (`is_shared`), because that thread may take the message that this one waits for."""
+        most for one slice of `patience`."""
         poller = select.poll()
         with contextlib.suppress(ValueError):  # closed by another thread; the caller will notice
             poller.register(self._end, select.POLLIN if self.is_flushed else select.POLLOUT)
         if patience is None:
             poller.poll()
             return
-        longest = _SHARED_SLICE_SECONDS if is_shared else _SLICE_SECONDS
-        poller.poll(patience.begin_slice(longest) * 1000)
+        poller.poll(patience.begin_slice() * 1000)
         patience.end_slice()
 
     def close(self) -> None:

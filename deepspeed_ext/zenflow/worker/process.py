@@ -77,7 +77,7 @@ class OptimizerProcess:
         self._timeout_seconds = timeout_seconds
         self._lock = threading.RLock()
         self._is_inside = False
-        self._submitted = self._done = self._newest_write = self._waiters = 0
+        self._submitted = self._done = self._newest_write = 0
         self._seconds = 0.0
         self._failed_writes: dict[int, str] = {}
         self._error = ""
@@ -263,29 +263,23 @@ class OptimizerProcess:
         self._home.require()
         limit = self._timeout_seconds  # also a NaN, which is no time at all
         patience, done = Patience(max(limit, seconds), within), self._done
-        with self._lock:
-            self._waiters += 1
-        try:
-            while True:
-                with self._alone():
-                    self._require_open()
-                    if self._done > done:
-                        patience.renew()
-                        done = self._done
-                    # checked before its last messages are read
-                    has_ended = self._process.poll() is not None
-                    if not is_over():
-                        self._exchange()
-                    if is_over():
-                        return
-                    if has_ended:
-                        raise self._failure(self._how_it_ended())
-                    if patience.is_over:
-                        raise self._failure(self._how_late(what, patience.seconds, within))
-                self._channel.idle(patience, is_shared=self._waiters > 1)
-        finally:
-            with self._lock:
-                self._waiters -= 1
+        while True:
+            with self._alone():
+                self._require_open()
+                if self._done > done:
+                    patience.renew()
+                    done = self._done
+                # checked before its last messages are read
+                has_ended = self._process.poll() is not None
+                if not is_over():
+                    self._exchange()
+                if is_over():
+                    return
+                if has_ended:
+                    raise self._failure(self._how_it_ended())
+                if patience.is_over:
+                    raise self._failure(self._how_late(what, patience.seconds, within))
+            self._channel.idle(patience)
 
     def _exchange(self) -> None:
         """Send and read what is possible without blocking."""

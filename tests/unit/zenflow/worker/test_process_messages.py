@@ -121,7 +121,7 @@ def test_an_answer_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> N
     def first_that_arrived(self: Channel) -> Any | None:
         return first(self) if process._done < arriving[0] else None
 
-    def pass_time(self: Channel, patience: Patience, *, is_shared: bool = False) -> None:
+    def pass_time(self: Channel, patience: Patience) -> None:
         """The trainer's wait: time passes, and then the next answer is there."""
         if process._done < arriving[0]:
             poller = select.poll()
