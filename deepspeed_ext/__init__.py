@@ -18,7 +18,6 @@ Glossary. For one parameter group of P elements on N data-parallel ranks:
 Importing this package imports neither torch nor DeepSpeed; the functions below do.
 """
 
-import importlib
 from typing import Any
 
 from deepspeed_ext import errors
@@ -39,12 +38,6 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
-
-
-def __getattr__(name: str) -> Any:
-    if name == "shared_buffers":  # importing it needs DeepSpeed
-        return importlib.import_module("deepspeed_ext.adapter.shared_buffers")
-    raise AttributeError(f"module 'deepspeed_ext' has no attribute {name!r}")
 
 
 def enable() -> None:

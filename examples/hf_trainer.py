@@ -28,7 +28,6 @@ from transformers import (
 )
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,8 +124,7 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
         "save_steps": args.steps,
         "report_to": "none",
     }
-    with shared_buffers.not_made():  # this starts DeepSpeed's communication
-        training_args = TrainingArguments(**settings)
+    training_args = TrainingArguments(**settings)
     text = standard_library_text()
     config = LlamaConfig(
         vocab_size=256,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import psutil
 
-from deepspeed_ext.adapter import shared_buffers
 from deepspeed_ext.cores.host import find_allowed, omp_binding, read_topology
 from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
@@ -200,21 +199,12 @@ def check_locked_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Check the size of /dev/shm, and for buffers that DeepSpeed's CPU communication left there,
-    where they occupy host memory."""
+    """Check the size of /dev/shm."""
     remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError as error:
         return f"/dev/shm cannot be used: {error.strerror}", remedy
-    if paths := shared_buffers.left_over():
-        nbytes = sum(path.stat().st_blocks * 512 for path in paths)
-        return (
-            f"{counted(len(paths), 'buffer')} of DeepSpeed, {nbytes:,} bytes, that no process "
-            "visible here maps",
-            "a container may share /dev/shm with the host and other containers (--ipc), whose "
-            f"processes are not visible: if no run uses it there, rm {shlex.join(map(str, paths))}",
-        )
     if size < GIB:
         return f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy
     return f"/dev/shm holds {size / GIB:.1f} GiB", ""

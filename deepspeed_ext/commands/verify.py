@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import deepspeed_ext
-from deepspeed_ext.adapter import shared_buffers, upstream
+from deepspeed_ext.adapter import upstream
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
@@ -420,7 +420,7 @@ class Rank:
         ranks = int(os.environ["WORLD_SIZE"])  # a URL would end at a # in the path
         store = torch.distributed.FileStore(str(self.folder / "rendezvous"), ranks)
         torch.distributed.init_process_group(backend, None, None, ranks, self.number, store)
-        with shared_buffers.not_made():
+        with upstream.swapped(upstream.no_shared_buffers()):
             upstream.deepspeed.init_distributed(dist_backend=backend)
         model = SmallModel()
         before = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -24,7 +24,6 @@ MODULES = {
     "ZenFlowConfig ZeroFields given_of_the_other_rule",
     "deepspeed_ext.integrations.safetensors": "save",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
-    "deepspeed_ext.adapter.shared_buffers": "left_over not_made",
 }
 ERRORS = {
     "CheckpointError": "DeepSpeedExtError RuntimeError",

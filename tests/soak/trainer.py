@@ -27,7 +27,7 @@ import deepspeed
 import torch
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
+from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped
 from deepspeed_ext.errors import CheckpointError
 from tests.support.models import OddModel, two_groups
 from tests.support.zenflow import full_masters_of, weights_of, zenflow_config
@@ -185,7 +185,7 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.group_timeout_seconds),
     )
-    with shared_buffers.not_made():
+    with swapped(no_shared_buffers()):
         deepspeed.init_distributed(dist_backend="gloo")
     trainer = Trainer(args, rank)
     trainer.train(trainer.resume())

@@ -28,7 +28,7 @@ def _join_group() -> None:
     from deepspeed.accelerator import get_accelerator
     from torch.distributed import distributed_c10d
 
-    from deepspeed_ext import shared_buffers
+    from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped
     from tests.support.gloo import await_every_gather
     from tests.support.shared_device import BACKEND, share_devices
 
@@ -54,7 +54,7 @@ def _join_group() -> None:
     if backend == "sim":
         import tests.support.simulated_accelerator.simulation  # noqa: F401 - sets the order of tasks
     # the tests need none of them, and pools would even share them by name
-    with shared_buffers.not_made():
+    with swapped(no_shared_buffers()):
         deepspeed.init_distributed(dist_backend=backend)
     await_every_gather()
     if FORKS_WORKERS in os.environ:

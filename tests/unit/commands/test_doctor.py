@@ -4,7 +4,6 @@ fail."""
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 
-from deepspeed_ext.adapter import shared_buffers
 from deepspeed_ext.commands import doctor
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.errors import UnsupportedError, UpstreamError
@@ -163,27 +161,6 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert check.status == "problem"
     assert "a build of cpu_adam was killed" in check.detail
     assert check.remedy.startswith(f"rm {lock}, unless")
-
-
-def test_buffers_that_no_process_maps_are_left_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone, held = (tmp_path / f"deepspeed_allreduce_buffer_0___{rank}" for rank in range(2))
-    (tmp_path / "something_else").write_bytes(b"x")
-    for path in (gone, held):
-        path.write_bytes(b"x" * 4096)
-    monkeypatch.setattr(shared_buffers, "_FOLDER", tmp_path)
-    with held.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert shared_buffers.left_over() == [gone]
-        check = examined("shared_memory")
-        assert check.status == "warning"
-        assert check.remedy.startswith("a container may share /dev/shm with the host")
-        assert check.remedy.endswith(f", rm {gone}")
-        assert "4,096 bytes" in check.detail
-    assert shared_buffers.left_over() == [gone, held]
-    gone.unlink()
-    held.unlink()
-    assert examined("shared_memory").status == "ok"
 
 
 MPI_NUMBERS = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}

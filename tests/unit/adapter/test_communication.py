@@ -1,5 +1,4 @@
-"""DeepSpeed's buffers in /dev/shm: made by the start of its communication, and not by that of
-ours."""
+"""DeepSpeed's buffers in /dev/shm are made by the start of its communication, and not by ours."""
 
 from __future__ import annotations
 
