@@ -337,8 +337,7 @@ class Stream:
             task, source = replace(task, span=span), self._published[index][task.slot][part]
         else:
             source, number = slot.published[: span.numel], number % len(self._slots)
-            kind = "weights_slot" if self._peeks else "chunk_slot"
-            task = replace(task, span=span, peeks=peeks, **{kind: number})
+            task = replace(task, span=span, peeks=peeks, chunk_slot=number)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         lands = bool(self._buffers) and key not in self._awaited
         if lands:

@@ -161,21 +161,20 @@ class _Worker:
                 return array.part(span.begin // size * width, -(-span.end // size) * width)
             return array.part(*span)
 
-        def passing(kind: str, chunk_slot: int | None) -> Array:
+        def passing(kind: str) -> Array:
             """Of a gradient or y."""
-            if chunk_slot is None:
+            if work.chunk_slot is None or not arena.has(kind, OF_CHUNKS):
                 return part(kind, work.slot)
-            return arena.array(kind, OF_CHUNKS, chunk_slot).part(0, span.numel)
+            return arena.array(kind, OF_CHUNKS, work.chunk_slot).part(0, span.numel)
 
-        y_slot = work.chunk_slot if work.weights_slot is None else work.weights_slot
         known = layout.per_block[0]
         return Pass(
             layout,
             tuple(map(part, layout.kept)),
-            passing("y", y_slot),
+            passing("y"),
             size,
             work.publish,
-            None if work.step is None else passing("g", work.chunk_slot),
+            None if work.step is None else passing("g"),
             work.step,
             part(known) if arena.has(known, work.partition) else None,
             p.before + span.begin,

@@ -91,10 +91,8 @@ class WorkerTask:
     """The part to process; None: all of it. Parts may be processed in any order, with the same
     result."""
     chunk_slot: int | None = field(default=None, kw_only=True)
-    """The chunk slot that holds the part's gradient and then its y; None: the partition's own
-    slots."""
-    weights_slot: int | None = field(default=None, kw_only=True)
-    """The chunk slot for weights that receives y; None: y takes the gradient's place."""
+    """The chunk slot that holds the part's gradient, if chunk slots are for gradients, and receives
+    its y; None: the partition's own slots."""
     peeks: bool = field(default=False, kw_only=True)
     """Whether only y is computed, and nothing else changes; the same task without it follows."""
 

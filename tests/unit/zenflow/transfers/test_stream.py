@@ -75,7 +75,7 @@ def test_the_worker_peeks_in_the_order_of_use_and_passes_in_reverse(run: Run) ->
     run.step()
     assert run.visits(peeks=True) == CHUNKS
     assert run.visits(peeks=False) == CHUNKS[::-1]
-    assert [parcel.task.weights_slot for parcel in run.courier.sent] == [0, 1, 2, 3] + [None] * 4
+    assert [parcel.task.chunk_slot for parcel in run.courier.sent] == [0, 1, 2, 3] + [None] * 4
     run.stream.complete(ANY, [(1, Span(4, 6))])
     run.stream.complete(ANY, [(0, Span(4, 8))])
     run.stream.complete(ANY)
