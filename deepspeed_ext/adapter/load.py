@@ -214,7 +214,7 @@ class Load:
                 "another stage. Load without it"
             )
         with reading(saved.folder):
-            moments = zenflow.moments if zenflow is not None and loads_state else ()
+            moments = zenflow.host.kind.layout.names if zenflow is not None and loads_state else ()
             self._resharding = Resharding(saved, target, moments)
             if loads_state:
                 target.require_groups(saved.first)
@@ -256,7 +256,7 @@ class Load:
                 numels = [each.master.numel() for each in zenflow.host.state.wholes]
                 behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
                 sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
-                own.require(zenflow.moments, sizes)
+                own.require(zenflow.host.kind.layout.names, sizes)
 
     # -- while DeepSpeed reads ---------------------------------------------------------------------
 

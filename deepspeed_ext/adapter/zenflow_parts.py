@@ -122,12 +122,7 @@ class ZenFlowParts:
         with together(self.host.ranks, otherwise=None):
             first()
             if not self.host.link.failed:  # otherwise all ranks get its error
-                self.host.state.changes()
-
-    @property
-    def moments(self) -> list[str]:
-        """Names of the moments in the optimizer's state."""
-        return [name for _, name in self.host.kind.layout.moments]
+                self.host.state.check()
 
     def begin_call(self) -> None:
         """Begin a call of the engine. A collective while weights are streamed.

@@ -192,6 +192,7 @@ class StateStore:
         self._is_exposed = False
         # accesses of a step or of DeepSpeed's own code need no report
         self._is_quiet = False
+        self._checked: tuple[Values, list[int]] | None = None
         mine = weakref.ref(self)
         self.masters: list[Any] = [ShownTensor.of(whole.master, mine) for whole in wholes]
         self._shown = [
@@ -361,17 +362,14 @@ class StateStore:
     def _show_counts(self) -> None:
         """Put the step counts into the optimizer's state; in place, because a user may keep
         them."""
+        like = self._kind.step_value(0)
         for master, count in zip(self.masters, self.counts, strict=True):
             if entry := self._kind.optimizer.state.get(master):
-                value, shown = self._kind.step_value(count), entry.get("step")
-                if (
-                    isinstance(value, torch.Tensor)
-                    and isinstance(shown, torch.Tensor)
-                    and (shown.shape, shown.dtype) == (value.shape, value.dtype)
-                ):
+                shown = entry.get("step")
+                if isinstance(like, torch.Tensor) and isinstance(shown, torch.Tensor):
                     shown.fill_(count)
                 else:
-                    entry["step"] = value
+                    entry["step"] = self._kind.step_value(count)
 
     def changes(self, *, loads: bool = False) -> tuple[Values, list[int]]:
         """Find what differs from what was shown, other than values written in place.
@@ -438,11 +436,16 @@ class StateStore:
 
     # -- around a step -----------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Find what users have changed, before all ranks step; `begin_step` does not look again.
+        Raises as `changes`."""
+        self._checked = self.changes()
+
     def begin_step(self) -> None:
         """Begin a step, which starts from what users have changed. From now on codes are the state
         again. Errors are kept for the next wait of all ranks."""
         with self.link.deferring_errors():
-            self._take_over()
+            self._take_over(self._checked)
         self.version += 1
         self._is_quiet = True
 
@@ -470,10 +473,11 @@ class StateStore:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _take_over(self) -> None:
+    def _take_over(self, checked: tuple[Values, list[int]] | None = None) -> None:
         """Take over what a user has changed, other than by writing in place, so that the next step
-        starts from it. Raises as `drain`."""
-        values, counts = self.changes()
+        starts from it: what was `checked`, or what is found now. Raises as `drain`."""
+        values, counts = checked or self.changes()
+        self._checked = None
         if not values and counts == self.counts:
             return
         self.version += 1
