@@ -121,16 +121,13 @@ def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None
             is_autograd_compiled,
             "a compiled backward pass cannot queue the callback that completes the gradients",
         ),
-        remedy="leave that argument out",
-    )
-    _refuse(
         (
             "engine.compile() with compile.deepcompile",
             is_deepcompile,
             "it removes the hooks that give an offloaded optimizer its gradients, so ZeRO-Offload "
             "does not train with it either",
         ),
-        remedy="remove that setting, and engine.compile() compiles the model with torch.compile",
+        remedy="leave it out, and engine.compile() compiles the model with torch.compile",
     )
 
 

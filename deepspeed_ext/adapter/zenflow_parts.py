@@ -122,7 +122,7 @@ class ZenFlowParts:
         with together(self.host.ranks, otherwise=None):
             first()
             if not self.host.link.failed:  # otherwise all ranks get its error
-                self.host.state.check()
+                self.host.state.checked = self.host.state.changes()
 
     def begin_call(self) -> None:
         """Begin a call of the engine. A collective while weights are streamed.

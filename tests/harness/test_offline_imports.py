@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from tests.support.paths import ROOT
 from tools.wheels import RUNTIME, TESTS
 
-OURS = ("deepspeed_ext", "tests", "tools", "examples")
+OURS = ("deepspeed_ext", "tests", "tools", "examples", "studies")
 THERE = ("torch", "triton")
 """The other machine has them: torch's builds for an accelerator bring Triton."""
 COLLECTED = [ROOT / "tests" / "conftest.py", *sorted((ROOT / "tests" / "unit").rglob("*.py"))]

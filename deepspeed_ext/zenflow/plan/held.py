@@ -73,9 +73,6 @@ class Part:
     nbytes: int
     memory: Memory
 
-    def __post_init__(self) -> None:
-        assert self.nbytes >= 0, f"{self.kind}: {self.nbytes} bytes"
-
 
 Moments = Mapping[str, Sequence[Part]]
 """By name, what is held at moments of one phase. Equal names mean the same moment."""

@@ -172,6 +172,8 @@ class StateStore:
             1-D fp32 [n].
         version: changes whenever p does, by a step, a load or a user's write.
         is_open: whether there still are values.
+        checked: what `changes` found just before all ranks step, so `begin_step` does not look
+            again.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class StateStore:
         self._is_exposed = False
         # accesses of a step or of DeepSpeed's own code need no report
         self._is_quiet = False
-        self._checked: tuple[Values, list[int]] | None = None
+        self.checked: tuple[Values, list[int]] | None = None
         mine = weakref.ref(self)
         self.masters: list[Any] = [ShownTensor.of(whole.master, mine) for whole in wholes]
         self._shown = [
@@ -436,16 +438,11 @@ class StateStore:
 
     # -- around a step -----------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Find what users have changed, before all ranks step; `begin_step` does not look again.
-        Raises as `changes`."""
-        self._checked = self.changes()
-
     def begin_step(self) -> None:
         """Begin a step, which starts from what users have changed. From now on codes are the state
         again. Errors are kept for the next wait of all ranks."""
         with self.link.deferring_errors():
-            self._take_over(self._checked)
+            self._take_over(self.checked)
         self.version += 1
         self._is_quiet = True
 
@@ -477,7 +474,7 @@ class StateStore:
         """Take over what a user has changed, other than by writing in place, so that the next step
         starts from it: what was `checked`, or what is found now. Raises as `drain`."""
         values, counts = checked or self.changes()
-        self._checked = None
+        self.checked = None
         if not values and counts == self.counts:
             return
         self.version += 1

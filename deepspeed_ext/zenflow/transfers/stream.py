@@ -298,8 +298,8 @@ class Stream:
         """How many of a step's chunks are peeked at."""
         self._whole.stop()
         self._whole.start()
-        watches = self._for_weights, self._for_passes, self._whole
-        self.chunks.follow(*(sum(watch.lap()) for watch in watches))
+        waits = sum(self._for_weights.lap()), sum(self._for_passes.lap())
+        self.chunks.follow(*waits, sum(self._whole.lap()))
         return self.chunks.peeked(count)
 
     def _submit(self, chunks: Sequence[tuple[Span, WorkerTask]]) -> None:

@@ -23,10 +23,10 @@ from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.moments import ShownMoments
 from tests.support.log import heard
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
@@ -194,7 +194,7 @@ def chosen(
         for number in range(len(data) // passes):
             if number in saved:
                 engine.save_checkpoint(folder, tag=str(number))
-            with patch.object(StateStore, "decode", side_effect=AssertionError("decodes all")):
+            with patch.object(ShownMoments, "show", side_effect=AssertionError("decodes all")):
                 losses += train(engine, data[number * passes : (number + 1) * passes])
             shares.append(adam.decided.host_share)
         expected = result_of(engine, losses)

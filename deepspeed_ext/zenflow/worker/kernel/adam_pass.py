@@ -12,7 +12,8 @@ computes, elementwise in fp32::
 
 Without bias correction, both 1 - beta^t are 1. A negative c maximizes. If m and v have 16 or 8
 bits, the step rounds them (Note: [rounded moments]) before it computes d and p. The order of
-roundings is the compiler's in the native library, for its speed, and that of `take_step` elsewhere.
+roundings is the compiler's in the native library, for its speed, that of torch's AdamW in
+`take_host_step`, and that of `take_step` on an accelerator.
 
 After it, with that step's d and the values of `Publish`::
 
@@ -174,6 +175,26 @@ class AdamPasses(Passes):
                 if step.decay != 1.0:
                     p.mul_(step.decay)
                 p.add_(change)
+
+    @classmethod
+    def take_host_step(
+        cls, state: Sequence[Tensor], grad: Tensor, step: AdamStep, block_size: int, first: int = 0
+    ) -> None:
+        """As in the base class, by the operations of ``torch.optim.AdamW``, so to its bits."""
+        from deepspeed_ext.zenflow.worker.kernel.definition import loaded, store
+
+        p, *stored = state[:3]
+        moments = m, v = loaded(stored, state[3:], block_size)
+        g = grad.float() * step.grad_scale
+        if step.decoupled:
+            p.mul_(1.0 - step.lr * step.weight_decay)
+        elif step.weight_decay:
+            g.add_(p, alpha=step.weight_decay)
+        m.lerp_(g, 1.0 - step.beta1)
+        v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
+        store(moments, stored, state[3:], block_size, (step.step, first))
+        denominator = v.sqrt().div_(step.bias_correction2_sqrt).add_(step.eps)
+        p.addcdiv_(m, denominator, value=-step.lr / step.bias_correction1)
 
     @staticmethod
     def publish(

@@ -253,7 +253,7 @@ def step_in_fp32(
     block_size: int,
     first: int,
 ) -> None:
-    """`Passes.take_step` of whole blocks whose moments are kept as `layout` says, but given
+    """`Passes.take_host_step` of whole blocks whose moments are kept as `layout` says, but given
     and changed as fp32: p, m, v, 1-D [n], host."""
     p, *moments = state
     blocks = -(-p.numel() // block_size)
@@ -263,7 +263,7 @@ def step_in_fp32(
     ]
     scales = [torch.empty(blocks, dtype=torch.uint8, device=p.device) for _ in layout.scales]
     store(moments, stored, scales, block_size)
-    layout.passes.take_step([p, *stored, *scales], grad, step, block_size, first)
+    layout.passes.take_host_step([p, *stored, *scales], grad, step, block_size, first)
     for moment, kept in zip(moments, loaded(stored, scales, block_size), strict=True):
         moment.copy_(kept)
 
@@ -389,7 +389,7 @@ class ReferenceKernel(Kernel):
                 if work.peeks:
                     state = [array.clone() for array in state]
                 if grads:
-                    passes.take_step(state, grads[i], work.step, block, work.first + i * chunk)
+                    passes.take_host_step(state, grads[i], work.step, block, work.first + i * chunk)
                 known = per_block[i] if per_block else None
                 passes.publish(work.publish, state, block, published[i], known)
 

@@ -180,6 +180,13 @@ class Passes(ABC):
             first: number of the chunk's first element in its partition, where a block begins.
         """
 
+    @classmethod
+    def take_host_step(
+        cls, state: Sequence[Tensor], grad: Tensor, step: Any, block_size: int, first: int = 0
+    ) -> None:
+        """As `take_step`, in the worker without its native library."""
+        cls.take_step(state, grad, step, block_size, first)
+
     @staticmethod
     @abstractmethod
     def publish(

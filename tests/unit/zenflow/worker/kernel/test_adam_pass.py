@@ -143,14 +143,14 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)
     all_in_a_chunk, limits = threading.Barrier(threads), []
-    take_step = AdamPasses.take_step
+    take_step = AdamPasses.take_host_step
 
     def step_together(*args: Any) -> None:
         limits.append(torch.get_num_threads())
         all_in_a_chunk.wait(timeout=60)
         take_step(*args)
 
-    monkeypatch.setattr(AdamPasses, "take_step", step_together)
+    monkeypatch.setattr(AdamPasses, "take_host_step", step_together)
     try:
         torch.set_num_threads(2)
         kernel = ReferenceKernel(threads, chunk_numel=64)
