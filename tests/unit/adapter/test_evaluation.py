@@ -100,7 +100,7 @@ def test_a_plain_loop_evaluates_the_saved_model_and_trains_on_to_the_bit(
     pytest.importorskip("transformers")
     config = zenflow_config(stage, lr=1e-2, update_rule=rule)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    for found in run_ranks(ranks, evaluating, config, way, str(tmp_path)):
+    for found in run_ranks(ranks, evaluating, config, way, str(tmp_path), timeout_seconds=600):
         assert found["told"] == found["saved"]
         assert (found["told"] == found["trained"]) == (rule == "exact")
         assert set(found["differs"]) == {""}
