@@ -292,6 +292,7 @@ class ReachedState:
         """
         self._host.link.wait_together()
         self._host.complete_weights()
+        self._host.state.checked = None  # users may change more before the next step
 
     def drain_together(self, shows: bool = True, takes_over: bool = True) -> None:
         """Call `StateStore.drain` on all ranks; raise on all if any rank's worker has failed. A

@@ -24,7 +24,7 @@ stages 1 and 2 the step itself waits for the peek and the way up.
 
 Not counted: the first and the last chunk of other chains, in which only one of the three works
 (1/64 of each), launches, and the waits of a link that several accelerators share; under the exact
-rule, modules that are larger than a chunk.
+rule, modules that are larger than a chunk, and peeks that long passes leave out.
 
 A run that measures begins with everything on the host. Its synchronous steps show the accelerator's
 time without a pass beside it, and how many threads the pass likes; the overlapped ones after them

@@ -104,8 +104,7 @@ class ChunkOrder:
             return
         way = 1.0 if for_passes <= _NEGLIGIBLE * whole else -1.0
         factor = 2.0 if way * self._change > 0.0 else 0.5
-        size = min(_FIRST_CHANGE, max(_LEAST_CHANGE, factor * abs(self._change)))
-        self._change = way * size
+        self._change = way * min(_FIRST_CHANGE, max(_LEAST_CHANGE, factor * abs(self._change)))
         self._fraction = min(1.0, max(0.0, self._fraction + self._change))
 
     def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:

@@ -269,7 +269,7 @@ class Stream:
         departed = copying.recorded(get_accelerator().current_stream()) if self._lifts else None
         if self._up is not None:  # whatever has read the old weights was launched before
             self._up.wait_event(departed)
-        peeked = self._peeked(len(chunks)) if self._peeks else 0
+        peeked = self._peeked(len(chunks))
         parcels = [
             self._parcel(
                 *chunk, number, departed, predicts.get(chunk[1].partition), peeks=number < peeked
@@ -295,12 +295,12 @@ class Stream:
         self._courier.send(parcels, self._process, at_once)
 
     def _peeked(self, count: int) -> int:
-        """How many of a step's chunks are peeked at."""
+        """End a lap of the watches, and say how many of a step's chunks are peeked at."""
         self._whole.stop()
         self._whole.start()
         waits = sum(self._for_weights.lap()), sum(self._for_passes.lap())
         self.chunks.follow(*waits, sum(self._whole.lap()))
-        return self.chunks.peeked(count)
+        return self.chunks.peeked(count) if self._peeks else 0
 
     def _submit(self, chunks: Sequence[tuple[Span, WorkerTask]]) -> None:
         """Send the tasks of chunks from this thread, in one message as many as have the elements of

@@ -4,41 +4,10 @@ not a device."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.simulated.overlap import LINK, WORKER, Way, figures
-from tests.support.ranks import on_sim
 
 pytestmark = pytest.mark.sampled(2)
-
-
-def overlap(link_gb_per_s: float) -> tuple[float, list[str]]:
-    from tests.support.simulated_accelerator import device as sim
-    from tests.support.simulated_accelerator import simulation
-
-    down, up = sim.Stream(), sim.Stream()
-    a, b, c = (torch.ones(1_000_000, device="sim") for _ in range(3))
-    host, source = torch.empty(1_000_000, pin_memory=True), torch.ones(1_000_000, pin_memory=True)
-    sim.synchronize()
-    with simulation.timeline(
-        operator_us=100, link_gb_per_s=link_gb_per_s, copy_us=0, memory_gb_per_s=1e9
-    ) as spans:
-        with sim.stream(down):
-            host.copy_(a, non_blocking=True)
-        with sim.stream(up):
-            b.copy_(source, non_blocking=True)
-        for _ in range(4):
-            c.add_(1)
-        sim.synchronize()
-    return simulation.idle_share(spans), sorted({span.lane for span in spans})
-
-
-def test_the_model_of_time_overlaps_lanes() -> None:
-    lanes = ["compute", "copy down", "copy up", "host waits"]
-    ((idle, found),) = on_sim(overlap, 40)  # 4 MB in 100 us
-    assert (found, idle) == (lanes, pytest.approx(0, abs=0.01))
-    ((idle, _),) = on_sim(overlap, 5)  # both in 800 us, at the same time
-    assert idle == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_engine_knows_how_long_the_accelerator_waits() -> None:

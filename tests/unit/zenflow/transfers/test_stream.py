@@ -85,6 +85,26 @@ def test_the_worker_peeks_in_the_order_of_use_and_passes_in_reverse(run: Run) ->
     assert run.visits(peeks=False) == by_use[::-1]
 
 
+def test_where_backward_is_too_short_the_last_chunks_are_passed_at_once(run: Run) -> None:
+    for _ in range(3):
+        run.stream.chunks.follow(0.0, 1.0, 1.0)
+    run.step()
+    assert run.visits(peeks=True) == CHUNKS[:2]
+    assert run.visits(peeks=False) == [*CHUNKS[2:], *CHUNKS[1::-1]]
+    assert [parcel.task.chunk_slot for parcel in run.courier.sent] == [0, 1, 2, 3, None, None]
+    assert run.stream._passed.keys() == run.stream._here.keys()
+
+
+@pytest.mark.parametrize("peeks", [True, False])
+def test_waits_are_measured_for_one_step(run: Run, peeks: bool) -> None:
+    """Otherwise measurements of all steps would be kept."""
+    run.stream._peeks = peeks
+    for _ in range(3):
+        run.step()
+        run.stream.complete(ANY)
+    assert len(run.stream._for_weights._pairs) == len(CHUNKS)
+
+
 def test_what_is_read_without_a_wait_travels_first_in_chunks_of_its_own(run: Run) -> None:
     run.stream.chunks.put_first([(0, Span(3, 4)), (0, Span(4, 5)), (1, Span(5, 6))])
     run.step()
