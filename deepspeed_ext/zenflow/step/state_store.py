@@ -368,7 +368,7 @@ class StateStore:
         for master, count in zip(self.masters, self.counts, strict=True):
             if entry := self._kind.optimizer.state.get(master):
                 shown = entry.get("step")
-                if isinstance(like, torch.Tensor) and isinstance(shown, torch.Tensor):
+                if isinstance(like, torch.Tensor) and getattr(shown, "shape", None) == like.shape:
                     shown.fill_(count)
                 else:
                     entry["step"] = self._kind.step_value(count)
