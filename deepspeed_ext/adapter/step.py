@@ -261,16 +261,16 @@ class StepDriver:
             numbers: the ids of `params`.
         """
         assert self.gradients is not None, "called only if gradients are on the host"
+        link, found, exact = self._host.link, list[torch.Tensor](), norm_dtype()
         device = get_accelerator().current_device_name()
-        exact = norm_dtype()
-        # NaN, if this rank has kept an error; see Note: [an error of one rank].
-        norms = [torch.full((1,), math.nan, dtype=exact, device=device) for _ in numbers]
-        if not self._host.link.failed:
-            with self._host.link.deferring_errors():
+        if not link.failed:
+            with link.deferring_errors():
                 unused = torch.zeros(1, dtype=exact, device=device)
-                found = [self.gradients.norms.get(number, unused) for number in numbers]
-                norms = known_norm_tensors([norm.to(device).view(1) for norm in found], params)
-        return norms
+                norms = [self.gradients.norms.get(number, unused) for number in numbers]
+                found = known_norm_tensors([norm.to(device).view(1) for norm in norms], params)
+        # NaN, if this rank has kept an error; see Note: [an error of one rank].
+        nan = partial(torch.full, (1,), math.nan, dtype=exact, device=device)
+        return found or [nan() for _ in numbers]
 
     # -- gradients on the host ---------------------------------------------------------------------
 

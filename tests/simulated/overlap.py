@@ -173,8 +173,9 @@ def figures(
     way: Way, shares: list[tuple[float, float]], parts: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
-    the compute lane, what the engine says of its waits, and that time in us. `parts` replaces
-    constants of `worker_time`."""
+    the compute lane, what the engine says of its waits, that time in us, and the part of the
+    calibrated step after its last copy to the host. `parts` replaces constants of
+    `worker_time`."""
     pool = f"overlap, stage {way.stage}"
     arguments, limit = (astuple(way), shares, parts or {}), LONGEST_SECONDS
     return run_ranks(
@@ -197,9 +198,19 @@ def figures_body(
                 _while_computing([simulation.Span(*span) for span in run.spans])
             ),
             "said": run.waited_us / calibration.step_us,
+            "after": _after_copies_us(calibration.spans) / calibration.step_us,
         }
         for run in runs
     ]
+
+
+def _after_copies_us(spans: list[Any]) -> float:
+    """From the end of the last copy to the host to that of the last operator."""
+    ends = dict[str, float]()
+    for name, lane, *_, end_us in spans:
+        kind = lane if name == lane else "compute" if lane == "compute" else ""
+        ends[kind] = max(end_us, ends.get(kind, 0.0))
+    return ends["compute"] - ends.get("copy down", ends["compute"])
 
 
 def _while_computing(spans: list[Any]) -> list[Any]:

@@ -17,10 +17,10 @@ from tests.simulated.overlap import OPERATOR_US, Way, figures
 from tests.support.schedules import Machine, exact, zero_offload
 
 LAYERS, CHUNKS = 32, 16
-PASSES, LINK = (0.25, 0.5, 1.0, 2.0, 4.0), 0.1
+PASSES, LINK = (0.25, 0.5, 1.0, 2.0, 4.0), 0.14
 """What the pass and the copies each way take, in steps without both."""
 BETWEEN = 2
-"""Operators of the accelerator between backward and the forward."""
+"""Operators of the accelerator between the step's tasks and the forward."""
 SETTLING_STEPS = 16
 """Until the share of peeks has found its place."""
 LEAVES = ("gradients_on_host", True)
@@ -43,7 +43,7 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
     for (link, worker), found in zip(loads, figures(way, loads, parts), strict=True):
         operator = OPERATOR_US * found["step"] / found["us"]
         forward, between = LAYERS * operator, BETWEEN * operator
-        rest = 1.0 - forward - between
+        rest = 1.0 - forward - found["after"]
         machine = Machine(forward, rest, link, worker, CHUNKS, None, between)
         early = {"exact": parts["PEEK_OF_PASS"], "predictive": parts["PREDICTION_OF_PASS"]}
         every = name == "predictive"
