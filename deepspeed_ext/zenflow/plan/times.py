@@ -19,12 +19,14 @@ step waits the larger of
 
     (d + k + u) / n + (n - 1) / n max(0, max(d, k, u) - f)   and   max(d, k) + w - f - b.
 
-Gradients that arrive in backward have no way down there; d counts beside k where they do not. At
-stages 1 and 2 the step itself waits for the peek and the way up.
+Gradients that arrive in backward have no way down there; d counts beside k where they do not. If w
+is longer than b, only the part b / w is peeked at and the rest passed at once (Note: [how many
+chunks are peeked at] in `transfers.chunks`): k is then longer, and less follows it. At stages 1 and
+2 the step itself waits for the peek and the way up.
 
 Not counted: the first and the last chunk of other chains, in which only one of the three works
-(1/64 of each), launches, and the waits of a link that several accelerators share; under the exact
-rule, modules that are larger than a chunk, and peeks that long passes leave out.
+(1/64 of each), launches, the waits of a link that several accelerators share, and, under the exact
+rule, modules that are larger than a chunk.
 
 A run that measures begins with everything on the host. Its synchronous steps show the accelerator's
 time without a pass beside it, and how many threads the pass likes; the overlapped ones after them
@@ -132,6 +134,7 @@ class Lanes:
         beside: what is hidden if forward and backward take at least as long.
         forward, backward: how much of a second of the forward, and of backward, hides.
         within: what has to end within the whole step, the waits included.
+        peek: peeks at everything, if they may be left out.
     """
 
     down: float
@@ -142,12 +145,15 @@ class Lanes:
     forward: float = 1.0
     backward: float = 1.0
     within: float = 0.0
+    peek: float = 0.0
 
     def waits(self, forward: float, backward: float) -> float:
         """Seconds by which the optimizer makes a step longer that computes for so many seconds."""
         hidden = self.forward * forward + self.backward * backward
-        waited = self.exposed + max(0.0, self.beside - hidden)
-        return max(waited, self.within - forward - backward)
+        at_once = max(0.0, 1.0 - backward / self.host) if self.peek else 0.0
+        first = self.forward * (self.peek + at_once * (self.host - self.peek))
+        waited = self.exposed + max(0.0, self.beside - hidden, first - hidden)
+        return max(waited, self.within - at_once * self.peek - forward - backward)
 
 
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
@@ -202,7 +208,8 @@ def _peeked(
     begins, rest = first * (down + peek + up), (1.0 - first) * max(down, peek, up)
     if plan.wait is Wait.STEP:
         return Lanes(down, up, host, begins + rest, host)
-    return Lanes(down, up, host, begins, rest, 1.0 - first, 0.0, max(down, peek) + host)
+    within, left_out = max(down, peek) + host, peek if plan.peeks else 0.0
+    return Lanes(down, up, host, begins, rest, 1.0 - first, 0.0, within, left_out)
 
 
 # -- what is measured ----------------------------------------------------------------------------
