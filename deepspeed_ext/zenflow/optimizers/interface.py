@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,6 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
-
-__all__ = ["OptimizerKind"]
 
 _REHEARSED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""
@@ -84,9 +81,9 @@ class OptimizerKind(ABC):
                 f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "
                 "Put it back"
             ) from error
-        for field in fields(constants):
-            if not math.isfinite(value := getattr(constants, field.name)):
-                raise ConfigError(f"{place} has {field.name} = {value}, expected a finite number")
+        for name, value in vars(constants).items():
+            if not math.isfinite(value):
+                raise ConfigError(f"{place} has {name} = {value}, expected a finite number")
 
     def step(self, group: int, number: int, grad_scale: float) -> Any:
         """`constants` from the current hyperparameters of the parameter group with this index."""
