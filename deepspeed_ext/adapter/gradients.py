@@ -2,11 +2,11 @@
 to the host.
 
 With ``gradients_on_host``, and with weights on the host, gradients wait for their step in host
-memory. Every parameter's gradient has its place in the ring slot of its partition, so nothing is
-copied when the step begins: the host computes the weights from the slot, and the worker reads it,
-too. If micro-steps are summed in another dtype than that of the slots, the sums have their own
-buffer. DeepSpeed treats these gradients as those of its own CPU offload: it neither keeps nor
-flattens them on the accelerator, and takes norms that were computed during backward.
+memory. Every parameter's gradient has its place in the ring slot of its partition, where its
+micro-steps are summed, so nothing is copied when the step begins: the host computes the weights
+from the slot, and the worker reads it, too. DeepSpeed treats these gradients as those of its own
+CPU offload: it neither keeps nor flattens them on the accelerator, and takes norms that were
+computed during backward.
 """
 
 from __future__ import annotations
@@ -134,13 +134,11 @@ class Extent:
 
     Attributes:
         begin, end: its elements in that partition.
-        offset: its first element in the buffer of sums, which holds all partitions.
     """
 
     partition: int
     begin: int
     end: int
-    offset: int
 
 
 class HostGradients:
@@ -148,9 +146,8 @@ class HostGradients:
 
     Args:
         places: of all trained parameters, by id.
-        slot: returns the slot of a partition's next gradient, 1-D, host, of which the worker has
-            read the last gradient of a span.
-        sums: buffer of sums, 1-D, host; None: gradients are summed in the slots.
+        slot: returns the slot of a partition's next gradient, 1-D, host, in the dtype of sums, of
+            which the worker has read the last gradient of a span.
         norm: computes the norm of a tensor on its device.
 
     Attributes:
@@ -161,10 +158,9 @@ class HostGradients:
         self,
         places: Mapping[int, Extent],
         slot: Callable[[int, Span], torch.Tensor],
-        sums: torch.Tensor | None,
         norm: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._places, self._slot, self._sums, self._norm = places, slot, sums, norm
+        self._places, self._slot, self._norm = places, slot, norm
         self._stream: Any = None
         self.forget()
 
@@ -172,7 +168,6 @@ class HostGradients:
         """Discard all gradients, for instance after a step."""
         self.norms: dict[int, torch.Tensor] = {}
         self._arrived: set[int] = set()
-        self._in_slot: set[int] = set()
         self._shown: set[int] = set()
 
     def take(self, number: int, gradient: torch.Tensor, *, adds: bool, completes: bool) -> None:
@@ -183,20 +178,14 @@ class HostGradients:
             adds: whether gradients of earlier micro-steps are kept.
             completes: whether this is the step's last micro-step.
         """
-        sums, slot = (
-            part[: gradient.numel()] for part in (self._sum_of(number), self._slot_of(number))
-        )
-        total = gradient.view(-1).to(sums.dtype)
+        slot = self._slot_of(number)[: gradient.numel()]
+        total = gradient.view(-1).to(slot.dtype)
         if adds and number in self._arrived:
-            total = sums.to(gradient.device, non_blocking=True).add_(total)
-        sums.copy_(total, non_blocking=True)
+            total = slot.to(gradient.device, non_blocking=True).add_(total)
+        slot.copy_(total, non_blocking=True)
         self._arrived.add(number)
-        self._in_slot.discard(number)
         self._shown.discard(number)
         if completes:
-            if self._sums is not None:
-                slot.copy_(total.to(slot.dtype), non_blocking=True)
-            self._in_slot.add(number)
             self.norms[number] = self._norm(total)
         self._stream = None if gradient.device.type == "cpu" else get_accelerator().current_stream()
 
@@ -205,27 +194,20 @@ class HostGradients:
         Parameters that no micro-step has used get zeros."""
         self._wait()
         for number in self._shown:
-            if self._was_written(number):
-                self.changed(number)
+            self.changed(number)  # it may have been written
         for number in self._places:
             if number not in self._arrived:
                 self._slot_of(number).zero_()
             elif number not in self.norms:
-                source = self._slot_of(number) if number in self._in_slot else self._sum_of(number)
-                self.norms[number] = self._norm(source.to(get_accelerator().current_device_name()))
-                self.show(number)
+                there = self._slot_of(number).to(get_accelerator().current_device_name())
+                self.norms[number] = self._norm(there)
 
     def show(self, number: int) -> None:
         """Let callers read and write a parameter's gradient in its slot, on the host."""
         self._wait()
-        slot, sums = self._slot_of(number), self._sum_of(number)
         if number not in self._arrived:
-            slot.zero_()
-            sums.zero_()
+            self._slot_of(number).zero_()
             self._arrived.add(number)
-        elif number not in self._in_slot:
-            slot.copy_(sums)
-        self._in_slot.add(number)
 
     def shown(self, number: int) -> torch.Tensor:
         """Like `show`, for callers that may write without calling `changed`; return the gradient, a
@@ -237,12 +219,6 @@ class HostGradients:
     def changed(self, number: int) -> None:
         """Note that a gradient was written after `show`, so its norm is unknown."""
         self.norms.pop(number, None)
-
-    def _was_written(self, number: int) -> bool:
-        """Whether a gradient that `shown` returned may differ from the sum; unknown, so True,
-        without a buffer of sums."""
-        slot = self._slot_of(number)
-        return self._sums is None or not torch.equal(slot, self._sum_of(number).to(slot.dtype))
 
     # Note: [a slot has two readers]
     # The host writes to a slot here, while two streams may still use it: that of the newest
@@ -260,9 +236,3 @@ class HostGradients:
         place = self._places[number]
         span = Span(place.begin, place.end)
         return self._slot(place.partition, span)[place.begin : place.end]
-
-    def _sum_of(self, number: int) -> torch.Tensor:
-        if self._sums is None:
-            return self._slot_of(number)
-        place = self._places[number]
-        return self._sums[place.offset : place.offset + place.end - place.begin]

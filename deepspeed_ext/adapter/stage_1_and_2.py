@@ -213,7 +213,7 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
     ) -> None:
         self._start = start
         self._partitions = GroupPartitions(self, self._link_optimizer_states)
-        self._pins_sums = keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
+        keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
         super().__init__(*args, settings=settings, ranks=start.ranks, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
@@ -255,11 +255,7 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
     def _take_gradients_to_host(self, parts: ZenFlowParts) -> None:
         """Copy gradients to the slots of their partitions during backward."""
         places, slot = self._partitions.places(), parts.host.coming_slot
-        summed, sums = self.gradient_accumulation_dtype, None
-        if summed is not slot(0).dtype:
-            numel = sum(place.end - place.begin for place in places.values())
-            sums = memory.host_empty(numel, summed, self._pins_sums)
-        parts.driver.gradients = HostGradients(places, slot, sums, gradient_norm)
+        parts.driver.gradients = HostGradients(places, slot, gradient_norm)
         self._reduced: dict[int, torch.Tensor] = {}
 
     def copy_grads_in_partition(self, param: Any, *args: Any, **kwargs: Any) -> None:

@@ -59,14 +59,13 @@ class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
     ) -> None:
         self._start = start
         self._partitions = SubGroupPartitions(self)
-        self._pins_sums = keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
+        keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would split by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
         if self.host_optimizer.decided.source is Source.BACKWARD:
             self.zenflow_parts.driver.gradients = HostGradients(
                 self._partitions.places(),
                 self.host_optimizer.coming_slot,
-                self.grad_partitions_flat_buffer if self._sums_apart else None,
                 self._constant_buffered_norm2 if self.offload_param else gradient_norm,
             )
             self.reset_cpu_buffers()
@@ -99,23 +98,14 @@ class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
+        self.offload_optimizer_pin_memory = False
         if parts.host.decided.source is Source.BACKWARD:
-            self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
             return
         self.offload_optimizer = False
-        self.offload_optimizer_pin_memory = False
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
 
     # -- gradients on the host ---------------------------------------------------------------------
-
-    @property
-    def _sums_apart(self) -> bool:
-        """Whether gradients are summed in another dtype than the slots'."""
-        return (
-            self.gradient_accumulation_dtype
-            is not self.host_optimizer.state.partitions[0].grad_dtype
-        )
 
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]

@@ -157,7 +157,7 @@ class StepDriver:
         self._host = host
         self._partitions = partitions
         self._scale = scale
-        dtype = getattr(torch, host.decided.caller.gradient_dtype)
+        dtype = getattr(torch, host.decided.gradient_dtype)
         wholes = host.state.wholes
         self.phase = StepPhase.BETWEEN
         self.receivers = [GradientReceiver(each.master.data, dtype) for each in wholes]

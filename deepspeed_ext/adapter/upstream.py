@@ -220,20 +220,14 @@ def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
     return Swap(engine_module, "ThroughputTimer", timer)
 
 
-def keep_masters_on_host(arguments: dict[str, Any], *, sums_in_fp32: bool) -> bool:
+def keep_masters_on_host(arguments: dict[str, Any], *, sums_in_fp32: bool) -> None:
     """Let a ZeRO optimizer that is built with `arguments` have its masters in pageable host memory,
-    and sum the gradients of several micro-steps in fp32, or as DeepSpeed would.
-
-    Returns:
-        Whether the run asks for page-locked host buffers.
-    """
-    pins = pins_offload_buffers(arguments.get("offload_optimizer_config"))
+    and sum the gradients of several micro-steps in fp32, or as DeepSpeed would."""
     arguments["offload_optimizer_config"] = DeepSpeedZeroOffloadOptimizerConfig(
         device=OffloadDeviceEnum.cpu, pin_memory=False
     )
     if sums_in_fp32 and arguments["gradient_accumulation_steps"] > 1:
         arguments["gradient_accumulation_dtype"] = torch.float32
-    return pins
 
 
 def counted_alike(params: Sequence[Any]) -> bool:

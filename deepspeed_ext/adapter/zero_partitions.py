@@ -185,11 +185,10 @@ class GroupPartitions(ZeroPartitions):
 
     def places(self) -> dict[int, Extent]:
         """Where each parameter's gradient lies in the slots, by its id."""
-        places, offset = {}, 0
-        for number, (index, _, begin, numel) in self._zero.grad_position.items():
-            places[number] = Extent(index, begin, begin + numel, offset)
-            offset += numel
-        return places
+        return {
+            number: Extent(index, begin, begin + numel)
+            for number, (index, _, begin, numel) in self._zero.grad_position.items()
+        }
 
     def loaded(self, weights: Sequence[torch.Tensor]) -> None:
         """DeepSpeed has loaded the weights with the model, or `exchange_loaded` follows."""
@@ -255,13 +254,11 @@ class SubGroupPartitions(ZeroPartitions):
         return min(max(param.ds_numel - begin, 0), size)
 
     def places(self) -> dict[int, Extent]:
-        """Where each parameter's gradient lies in the slots and in DeepSpeed's buffer of all
-        gradients, by its id."""
-        places, offset = {}, 0
+        """Where each parameter's gradient lies in the slots, by its id."""
+        places = {}
         for param in self.trained():
             index, begin, numel = self._zero.grad_position[self._zero.get_param_id(param)]
-            places[param.ds_id] = Extent(index, begin, begin + numel, offset)
-            offset += numel
+            places[param.ds_id] = Extent(index, begin, begin + numel)
         return places
 
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:

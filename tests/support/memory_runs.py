@@ -286,11 +286,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     adam.state.drain(shows_moments=False)
     found.arena = resident_bytes(adam.link.arena)
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
-    if (
-        idle is not None
-        and adam.decided.source is Source.BACKWARD
-        and not engine.optimizer._sums_apart
-    ):
+    if idle is not None and adam.decided.source is Source.BACKWARD:
         found.untouched = idle.nbytes
     found.numels = [partition.master.numel() for partition in adam.state.partitions]
     for partition in adam.state.partitions:

@@ -36,7 +36,7 @@ from deepspeed_ext.commands.memory.setup import (
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan.held import Part, Phase, nbytes_of
-from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.plan.times import (
     ChainTimes,
     Lanes,
@@ -144,9 +144,12 @@ class Fit:
     @cached_property
     def waits(self) -> float:
         """Seconds of a step in which it waits for the optimizer. Weights arrive in the forward of
-        the first micro-step."""
-        forward = self.question.forward / self.setup.accumulation
-        return lanes_on(self.plan).waits(forward, self.question.compute - forward)
+        the first micro-step, whose backward needs the slots if gradients leave in it."""
+        ours, whole, micro_steps = self.plan.zenflow, self.question.compute, self.setup.accumulation
+        forward = self.question.forward / micro_steps
+        if ours is not None and ours.peeks and ours.source is Source.BACKWARD:
+            whole /= micro_steps
+        return lanes_on(self.plan).waits(forward, whole - forward)
 
     @property
     def seconds(self) -> float:

@@ -141,7 +141,6 @@ class Zero:
         self.is_whole = not setup.partitions_weights  # a rank has all weights
         self.lifts = setup.weights is Place.HOST  # weights, layer by layer
         self.leaves = plan is not None and plan.places.gradient is Place.HOST  # in backward
-        self.sums_here = plan is not None and self.leaves and plan.caller.sums_apart
         self.on_gpu = plan is None and not setup.offload  # masters and moments
 
     def held(self, place: Place) -> list[Part]:
@@ -194,7 +193,7 @@ class Zero:
             Phase.BACKWARD: {"": _there(0, *in_backward)},
         }
         if not setup.offload and not self.leaves:  # the flat gradient, converted for the optimizer
-            handed = 4 if self.plan is None else DTYPE_BYTES[self.plan.caller.gradient_dtype]
+            handed = 4 if self.plan is None else DTYPE_BYTES[self.plan.gradient_dtype]
             copies = 2 if whole and s == w else 1
             of_torch = self.plan is None and not setup.fused_adam
             converted = handed * most if handed != s else 0
@@ -241,7 +240,7 @@ class Zero:
         if self.ranks == 1 and not self.lifts:  # a partition is its whole parameter
             live = again = copy = 0
         reduced = 0
-        if self.sums_here and self.lifts:  # one rank's sum is a copy
+        if self.leaves and self.lifts and self.s != w:  # one rank's sum is a copy
             reduced = (8 + (8 if self.ranks == 1 else 4) + w) * each
         elif self.s != w:
             reduced = 4 * -(-filled // self.ranks)
@@ -260,15 +259,13 @@ class Zero:
         return _here(sum(size * times for size, times in sizes), kind, locks=locks)
 
     def _built_here(self) -> list[Part]:
-        """What the host holds from the start: weights, the sums of gradients, and ZeRO-Offload's
-        masters and buffers."""
+        """What the host holds from the start: weights, and ZeRO-Offload's masters, gradients and
+        buffers."""
         pins, mine, each, whole = self.setup.pins, [Run(self.n)], self.partitions, self.is_whole
         arrays: list[tuple[str, int, list[Run], bool]] = [
             ("weights", self.lifts * self.w, mine, True)
         ]
-        if self.plan is not None:
-            arrays.append(("gradients", self.sums_here * 4, mine, pins))
-        elif self.setup.offload:
+        if self.setup.offload:
             arrays += [
                 ("optimizer", 4, each, pins and whole),
                 ("gradients", 4, each, pins),
@@ -286,9 +283,7 @@ class Zero:
         elif setup.flatten_tier == "host":  # this rank's slice and two chunks
             starting["flattening"] = [_here(w * self.n), passing(w * most, 2)]
         if ours is not None:
-            # at stage 3, DeepSpeed page-locks an array by copying it
-            copied = built[-1].nbytes if setup.pins and not whole else 0
-            starting |= {"build": built[:1], "sums": [*built, _here(copied)]}
+            starting["build"] = built
             starting["buffer"] = [_here(whole * w * self.largest)]
         elif setup.offload:
             converted = 0 if whole else max(setup.pins * w * self.n, 4 * most)

@@ -183,10 +183,8 @@ class OptimizerKind(ABC):
             warns: see `launch.prepare`.
         """
         device, block_size, layout = weights[0].device, plan.rule.block_size, self.layout
-        step, caller = self.step(0, 1, 1.0), plan.caller
-        of_weights, gradient = (
-            getattr(torch, name) for name in (caller.weights_dtype, caller.gradient_dtype)
-        )
+        step, names = self.step(0, 1, 1.0), (plan.caller.weights_dtype, plan.gradient_dtype)
+        of_weights, gradient = (getattr(torch, name) for name in names)
         blocks = max(1, _REHEARSED_NUMEL // block_size)
 
         def zeros(

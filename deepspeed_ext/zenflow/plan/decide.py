@@ -147,7 +147,7 @@ class _Planner:
         total = sum(each.on_host * each.times for each in plan.partitions)
         largest = max((each.on_host for each in plan.partitions), default=0)
         numel = min(plan.chunk_numel, largest)
-        is_read = self.rule.slots(plan.source) > 1 or not plan.caller.y_replaces_gradient
+        is_read = self.rule.slots(plan.source) > 1 or not plan.y_replaces_gradient
         is_beside = plan.copies is Copies.BESIDE_STEP and not is_read
         return numel if is_beside and SLOTS_OF_CHUNKS * numel < total else 0
 
@@ -292,9 +292,7 @@ class _Planner:
             f"{MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
         if tightest is not None:
-            caller = self.facts.caller
-            sums = DTYPE_BYTES[caller.summed_dtype] if caller.sums_apart else 0
-            short = self.host_shortage(_IN_BACKWARD, 1.0, sums)
+            short = self.host_shortage(_IN_BACKWARD, 1.0)
             why = why if short is None else f"{why}; but a host is short: {short}"
         return tightest is not None and short is None, why
 
@@ -361,17 +359,12 @@ class _Planner:
 
     # -- the host ----------------------------------------------------------------------------------
 
-    def host_shortage(self, places: Places, host_share: float, sums: int = 0) -> str | None:
+    def host_shortage(self, places: Places, host_share: float) -> str | None:
         """Describe what the first host that is short of memory lacks if its ranks touch all that
-        they need at start; None: no host is short.
-
-        Args:
-            sums: bytes per element of gradient sums that are on the host, too.
-        """
+        they need at start; None: no host is short."""
         drafts = self.drafts(places, host_share)
         needs = {
-            shape: sums * _total(shape)
-            + sum(spec.nbytes * plan.times_of(spec) for spec in plan.arena if spec.touched)
+            shape: sum(spec.nbytes * plan.times_of(spec) for spec in plan.arena if spec.touched)
             for shape, plan in drafts.items()
         }
         by_limit: dict[tuple[str, str], list[tuple[int, int]]] = {}

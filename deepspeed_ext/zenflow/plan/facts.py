@@ -72,22 +72,10 @@ class Caller:
 
     @property
     def gradient_dtype(self) -> str:
-        """Name of the dtype in which gradients are handed over: the weights', or for fp16 weights
-        that of their sums. fp16 cannot represent gradients that were added up in fp32; bf16 has
-        the range of fp32."""
+        """Name of the dtype in which gradients that stay on the accelerator are handed over: the
+        weights', or for fp16 weights that of their sums. fp16 cannot represent gradients that were
+        added up in fp32; bf16 has the range of fp32."""
         return self.summed_dtype if self.weights_dtype == "float16" else self.weights_dtype
-
-    @property
-    def sums_apart(self) -> bool:
-        """Whether gradients are added up in another dtype than they are handed over in."""
-        return self.summed_dtype != self.gradient_dtype
-
-    @property
-    def y_replaces_gradient(self) -> bool:
-        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
-        Otherwise y of one element would overwrite gradients of others, which another thread may not
-        have read."""
-        return DTYPE_BYTES[self.weights_dtype] == DTYPE_BYTES[self.gradient_dtype]
 
 
 def reducing_bytes(

@@ -111,6 +111,20 @@ class ZenFlowPlan:
     # -- the arena ---------------------------------------------------------------------------------
 
     @cached_property
+    def gradient_dtype(self) -> str:
+        """Name of the dtype of the slots of gradients. Where gradients leave in backward, a slot
+        is also where micro-steps are summed."""
+        caller = self.caller
+        return caller.summed_dtype if self.source is Source.BACKWARD else caller.gradient_dtype
+
+    @property
+    def y_replaces_gradient(self) -> bool:
+        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
+        Otherwise y of one element would overwrite gradients of others, which another thread may not
+        have read."""
+        return DTYPE_BYTES[self.caller.weights_dtype] == DTYPE_BYTES[self.gradient_dtype]
+
+    @cached_property
     def is_in_transit(self) -> bool:
         """Whether gradients and y pass through the host in slots of chunks."""
         return self.slot_numel > 0
@@ -148,7 +162,7 @@ class ZenFlowPlan:
         ]
         shown = [kind for kind in layout.shown if kind not in layout.kinds]
         found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
-        if not caller.y_replaces_gradient:
+        if not self.y_replaces_gradient:
             lifts = self.places.weights is Place.ACCELERATOR
             found.append(spec("y", caller.weights_dtype, exchanged=lifts))
         if self.rule.estimates:
@@ -159,8 +173,8 @@ class ZenFlowPlan:
 
     def _gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
         """A slot for a gradient, and for y in its place if that fits."""
-        y = self.caller.weights_dtype if self.caller.y_replaces_gradient else None
-        dtype = self.caller.gradient_dtype
+        y = self.caller.weights_dtype if self.y_replaces_gradient else None
+        dtype = self.gradient_dtype
         return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
     @cached_property
@@ -207,7 +221,7 @@ class ZenFlowPlan:
         y, and the per-block array if the accelerator reads it."""
         if self.copies is not Copies.BESIDE_STEP:
             return 0
-        dtypes = self.caller.gradient_dtype, self.caller.weights_dtype
+        dtypes = self.gradient_dtype, self.caller.weights_dtype
         item = max(DTYPE_BYTES[dtype] for dtype in dtypes)
         of_block = self.rule.per_block_bytes if self.lifts_per_block else 0
         size = self.rule.block_size

@@ -162,7 +162,7 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
     rule, size = plan.rule, plan.rule.block_size
     state = rule.head_bytes(size) / size
     means = rule.per_block_bytes / size if rule.estimates else 0.0
-    gradient, y = DTYPE_BYTES[plan.caller.gradient_dtype], DTYPE_BYTES[plan.caller.weights_dtype]
+    gradient, y = DTYPE_BYTES[plan.gradient_dtype], DTYPE_BYTES[plan.caller.weights_dtype]
     return Traffic(gradient, y + means, gradient + 2 * state + y + means, gradient + state + y)
 
 
@@ -358,7 +358,7 @@ def times_of(
     # An exact step on the accelerator moves 28 bytes per element, with fp32 moments, where an
     # estimate moves 6. Both are bound by memory.
     item, size = DTYPE_BYTES[plan.caller.weights_dtype], plan.rule.block_size
-    estimated = DTYPE_BYTES[plan.caller.gradient_dtype] + 2 * item
+    estimated = DTYPE_BYTES[plan.gradient_dtype] + 2 * item
     stepped = 2 * plan.rule.head_bytes(size) / size + estimated - item
     return ChainTimes(
         step.device if alone is None else alone.device,

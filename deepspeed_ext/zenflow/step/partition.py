@@ -79,7 +79,7 @@ class Partition:
             master=arena.tensor("p", index),
             moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),
             scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
-            grad_dtype=getattr(torch, plan.caller.gradient_dtype),
+            grad_dtype=getattr(torch, plan.gradient_dtype),
             ring=[arena.tensor(*key) for key in arena.keys("g", index)],
             places=plan.places,
         )

@@ -44,7 +44,7 @@ class LandingBuffer:
         """Allocate the memory, with undefined contents."""
         plan, numel = self._plan, self._numel
         device = torch.device(get_accelerator().current_device_name())
-        gradient = getattr(torch, plan.caller.gradient_dtype)
+        gradient = getattr(torch, plan.gradient_dtype)
         published = getattr(torch, plan.caller.weights_dtype)
         nbytes = numel * max(gradient.itemsize, published.itemsize)
         buffer = allocation.accelerator_empty(nbytes, torch.uint8, device)

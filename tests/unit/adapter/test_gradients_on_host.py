@@ -14,20 +14,17 @@ NUMEL = 1 << 14
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
-def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
+def finished(sums_in_fp32: bool, ends_early: bool) -> list[bool]:
     """Whether each slot is right after a late gradient, a sum of two, one that was never made, and
     one that is complete unless the step `ends_early`, before its last micro-step."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
-    slots = [accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"), dtype=torch.bfloat16))]
-    sums = accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"))) if sums_apart else None
-    places = {
-        number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
-        for number in range(4)
-    }
-    gradients = HostGradients(places, lambda index, _: slots[index], sums, torch.linalg.vector_norm)
+    dtype = torch.float32 if sums_in_fp32 else torch.bfloat16
+    slots = [accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"), dtype=dtype))]
+    places = {number: Extent(0, number * NUMEL, (number + 1) * NUMEL) for number in range(4)}
+    gradients = HostGradients(places, lambda index, _: slots[index], torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device).bfloat16() for _ in range(4)]
-    expected = [each.cpu() for each in made]
+    expected = [each.cpu().to(dtype) for each in made]
     late = [torch.full_like(each, float("nan")) for each in made]
     accelerator.synchronize()
     delay()
@@ -38,11 +35,7 @@ def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
     gradients.take(1, late[2], adds=True, completes=True)
     gradients.take(3, late[3], adds=False, completes=not ends_early)
     gradients.finish()
-    total = (
-        (expected[1].float() + expected[2].float()).bfloat16()
-        if sums_apart
-        else expected[1] + expected[2]
-    )
+    total = expected[1] + expected[2]
     wanted = [expected[0], total, torch.zeros_like(total), expected[3]]
     return [
         torch.equal(part, each) for part, each in zip(slots[0].split(NUMEL), wanted, strict=True)
@@ -51,27 +44,22 @@ def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ends_early", [False, True])
-@pytest.mark.parametrize("sums_apart", [False, True])
+@pytest.mark.parametrize("sums_in_fp32", [False, True])
 def test_every_slot_is_complete_once_gradients_are_finished(
-    sums_apart: bool, ends_early: bool, device: str
+    sums_in_fp32: bool, ends_early: bool, device: str
 ) -> None:
-    assert run_ranks(1, finished, sums_apart, ends_early, device=device) == [[True] * 4]
+    assert run_ranks(1, finished, sums_in_fp32, ends_early, device=device) == [[True] * 4]
 
 
-def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
+def shown_and_written() -> dict[str, tuple[float, float]]:
     """The norm of gradients after one was read, one written and one written with the same values;
     beside the norm that is due."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     slots = [torch.zeros(3 * NUMEL, dtype=torch.bfloat16)]
-    sums = torch.zeros(3 * NUMEL) if sums_apart else None
-    places = {
-        number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
-        for number in range(3)
-    }
-    gradients = HostGradients(places, lambda index, _: slots[index], sums, torch.linalg.vector_norm)
-    made = [torch.randn(NUMEL, device=device) for _ in range(3)]
-    made = made if sums_apart else [each.bfloat16() for each in made]
+    places = {number: Extent(0, number * NUMEL, (number + 1) * NUMEL) for number in range(3)}
+    gradients = HostGradients(places, lambda index, _: slots[index], torch.linalg.vector_norm)
+    made = [torch.randn(NUMEL, device=device).bfloat16() for _ in range(3)]
     for number, each in enumerate(made):
         gradients.take(number, each, adds=False, completes=True)
     gradients.shown(0)
@@ -88,11 +76,8 @@ def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sums_apart", [False, True])
-def test_a_gradient_that_was_shown_has_the_norm_of_what_it_holds(
-    sums_apart: bool, device: str
-) -> None:
-    (found,) = run_ranks(1, shown_and_written, sums_apart, device=device)
+def test_a_gradient_that_was_shown_has_the_norm_of_what_it_holds(device: str) -> None:
+    (found,) = run_ranks(1, shown_and_written, device=device)
     for name, (norm, due) in found.items():
         assert norm == due, name
 
@@ -102,9 +87,8 @@ def read_at_once() -> bool:
     another stream."""
     accelerator = get_accelerator()
     slots = [accelerator.pin_memory(torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16))]
-    sums = accelerator.pin_memory(torch.full((NUMEL,), float("nan")))
     gradients = HostGradients(
-        {0: Extent(0, 0, NUMEL, 0)}, lambda index, _: slots[index], sums, torch.linalg.vector_norm
+        {0: Extent(0, 0, NUMEL)}, lambda index, _: slots[index], torch.linalg.vector_norm
     )
     made = torch.randn(NUMEL, device=accelerator.current_device_name())
     expected = made.cpu().bfloat16()
@@ -129,7 +113,7 @@ def weights_from_the_slot() -> bool:
     accelerator = get_accelerator()
     slots = [accelerator.pin_memory(torch.ones(NUMEL, dtype=torch.bfloat16))]
     gradients = HostGradients(
-        {0: Extent(0, 0, NUMEL, 0)}, lambda index, _: slots[index], None, torch.linalg.vector_norm
+        {0: Extent(0, 0, NUMEL)}, lambda index, _: slots[index], torch.linalg.vector_norm
     )
     weights = torch.zeros(NUMEL, dtype=torch.bfloat16, device=accelerator.current_device_name())
     accelerator.synchronize()

@@ -191,7 +191,7 @@ def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(
 def new_driver() -> StepDriver:
     """A driver of one partition, whose host and partitions do nothing."""
     host = MagicMock()
-    host.decided.caller.gradient_dtype = "float32"
+    host.decided.gradient_dtype = "float32"
     host.state.wholes = [MagicMock(**{"master.data": torch.zeros(4)})]
     return StepDriver(host, MagicMock(), None)
 

@@ -60,7 +60,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     if transfers._buffers:
         tensors = [each for one in transfers._buffers for each in (one.published, one.means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
-        equal_items = plan.caller.y_replaces_gradient
+        equal_items = plan.y_replaces_gradient
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(
             ("slots", bool(plan.slot_numel) * chunks.SLOTS_OF_CHUNKS, len(transfers._slots))

@@ -399,8 +399,8 @@ def test_every_byte_of_the_arena_belongs_to_something(
     plan = plan_of(facts, host_share=share, **section)
     layout, item = plan.rule.layout, {"float32": 4, "bfloat16": 2, "float16": 2}
     moment = {"float32": 4, "bfloat16": 2, "int8": 1}[layout.moment_dtype]
-    gradient = item[plan.caller.gradient_dtype]
-    apart = 0 if plan.caller.y_replaces_gradient else item[plan.caller.weights_dtype]
+    gradient = item[plan.gradient_dtype]
+    apart = 0 if plan.y_replaces_gradient else item[plan.caller.weights_dtype]
     for index, each in enumerate(plan.partitions):
         arrays = [spec for spec in plan.arena if spec.partition == index]
         blocks, n = -(-each.on_host // plan.rule.block_size), each.on_host
