@@ -85,11 +85,13 @@ class Steps:
         spans: all that ran, as plain values.
         waited_us: what the engine says of its last step's waits.
         step_us: a step's median time.
+        after_us: the part of the last one that follows backward.
     """
 
     spans: list[Any]
     waited_us: float
     step_us: float
+    after_us: float
 
 
 class Layers(nn.Module):
@@ -130,9 +132,10 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
                 steps(engine, way.settling)
                 ends = [moment()]
                 for _ in range(STEPS):
-                    steps(engine, 1)
+                    middle = steps(engine, 1)
                     ends.append(moment())
                 ends[-1].synchronize()
+                after_us = middle.elapsed_time(ends[-1]) * 1e3
                 settled_us = begun.elapsed_time(ends[0]) * 1e3
                 step_us = median(a.elapsed_time(b) * 1e3 for a, b in pairwise(ends))
             said = {} if way.hidden is None else engine.optimizer.measurements()
@@ -148,17 +151,20 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             if span.end_us > settled_us
         ]
         plain = [tuple(vars(span).values()) for span in measured]
-        return Steps(plain, waited_us, step_us)
+        return Steps(plain, waited_us, step_us, after_us)
 
     def moment() -> Any:
         event = get_accelerator().Event(enable_timing=True)
         event.record()
         return event
 
-    def steps(engine: Any, count: int) -> None:
+    def steps(engine: Any, count: int) -> Any:
+        """Return the end of the last backward."""
         for _ in range(count * way.accumulation):
             engine.backward(engine(rows))
+            middle = moment()
             engine.step()
+        return middle
 
     calibration = run(1e9, 0.0)
     step_us = calibration.step_us
@@ -174,8 +180,7 @@ def figures(
 ) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
     the compute lane, what the engine says of its waits, that time in us, and the part of the
-    calibrated step after its last copy to the host. `parts` replaces constants of
-    `worker_time`."""
+    calibrated step that follows backward. `parts` replaces constants of `worker_time`."""
     pool = f"overlap, stage {way.stage}"
     arguments, limit = (astuple(way), shares, parts or {}), LONGEST_SECONDS
     return run_ranks(
@@ -198,19 +203,10 @@ def figures_body(
                 _while_computing([simulation.Span(*span) for span in run.spans])
             ),
             "said": run.waited_us / calibration.step_us,
-            "after": _after_copies_us(calibration.spans) / calibration.step_us,
+            "after": calibration.after_us / calibration.step_us,
         }
         for run in runs
     ]
-
-
-def _after_copies_us(spans: list[Any]) -> float:
-    """From the end of the last copy to the host to that of the last operator."""
-    ends = dict[str, float]()
-    for name, lane, *_, end_us in spans:
-        kind = lane if name == lane else "compute" if lane == "compute" else ""
-        ends[kind] = max(end_us, ends.get(kind, 0.0))
-    return ends["compute"] - ends.get("copy down", ends["compute"])
 
 
 def _while_computing(spans: list[Any]) -> list[Any]:

@@ -43,10 +43,10 @@ def row(ranks: int, moments: str, name: str) -> list[str]:
     for (link, worker), found in zip(loads, figures(way, loads, parts), strict=True):
         operator = OPERATOR_US * found["step"] / found["us"]
         forward, between = LAYERS * operator, BETWEEN * operator
-        rest = 1.0 - forward - found["after"]
-        machine = Machine(forward, rest, link, worker, CHUNKS, None, between)
         early = {"exact": parts["PEEK_OF_PASS"], "predictive": parts["PREDICTION_OF_PASS"]}
-        every = name == "predictive"
+        every = name == "predictive"  # gradients have two slots, so passes may take the whole step
+        rest = 1.0 - forward - (between if every else found["after"])
+        machine = Machine(forward, rest, link, worker, CHUNKS, None, between)
         said = exact(machine, early[name] * worker, every=every) if name in early else None
         off = "" if said is None else f", {(found['step'] - 1.0 - said) / (1.0 + said):+.1%}"
         cells.append(f"{found['step'] - 1.0:.3f}{off}; {zero_offload(machine):.3f}")

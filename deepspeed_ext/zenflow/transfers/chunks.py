@@ -103,8 +103,8 @@ class ChunkOrder:
         if max(for_weights, for_passes) <= _NEGLIGIBLE * whole:
             return
         way = 1.0 if for_passes <= _NEGLIGIBLE * whole else -1.0
-        factor = 2.0 if way * self._change > 0.0 else 0.5
-        self._change = way * min(_FIRST_CHANGE, max(_LEAST_CHANGE, factor * abs(self._change)))
+        size = abs(self._change) / (1.0 if way * self._change > 0.0 else 2.0)
+        self._change = way * max(_LEAST_CHANGE, size)
         self._fraction = min(1.0, max(0.0, self._fraction + self._change))
 
     def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
