@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 
 import deepspeed_ext
 
-__all__ = ["autoload"]
-
 VARIABLE = "DSEXT_AUTOLOAD"
 DEEPSPEED = "deepspeed"
 

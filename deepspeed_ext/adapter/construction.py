@@ -27,8 +27,6 @@ from deepspeed_ext.runtime.backend import (
 )
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together
 
-__all__ = ["built_together", "joint", "ranks_of_model"]
-
 
 def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
     """Return the ranks that the model is spread over. They build, step, save and load together, so

@@ -19,17 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "ASSIGNED",
-    "EXISTS",
-    "PAGE",
-    "broken",
-    "difference",
-    "expected",
-    "release",
-    "undecorated",
-]
-
 EXISTS = "exists"
 ASSIGNED = "assigned"
 PAGE = Path(__file__).with_name("contract.json")

@@ -41,8 +41,6 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.memory import Parked, is_out_of_memory
 from deepspeed_ext.runtime.ranks import DeferredError, together
 
-__all__ = ["Engine", "HybridEngine", "PipeEngine", "disable", "enable", "initialize"]
-
 
 class Engine(EngineConstruction):
     """DeepSpeed's engine with our ZeRO optimizers.

@@ -60,8 +60,6 @@ from deepspeed_ext.zenflow.optimizers import kind_of
 from deepspeed_ext.zenflow.plan.held import described
 from deepspeed_ext.zenflow.start import ZenFlowStart, with_timeout
 
-__all__ = ["EngineConstruction"]
-
 MOST_RANKS = 8
 """Maximum number of this host's ranks whose cores are listed; `deepspeed-ext plan` lists all."""
 

@@ -51,8 +51,6 @@ from deepspeed_ext.runtime.timing import in_profile
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["LateWeights", "SingleParameterGather", "attach", "complete_weights_of", "detach"]
-
 UNGROUPED_MIN_NUMEL = 262144
 """Without grouped launches, smaller parameters share a bucket. Measured: docs/results.md."""
 

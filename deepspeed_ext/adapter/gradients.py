@@ -22,16 +22,6 @@ from deepspeed_ext.adapter.upstream import counted_alike, norm_dtype
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = [
-    "Extent",
-    "HostGradients",
-    "fused_l2_norms",
-    "gradient_norm",
-    "known_norm_tensors",
-    "l2_norm",
-    "norm_tensors",
-]
-
 _ROW = 512
 _ROWS_ON_CPU = 2048
 

@@ -45,8 +45,6 @@ from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, Patience
 
-__all__ = ["JointCheckpointEngine"]
-
 LONGEST_MEETING_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
 """Timeout for one part of a file: a file system may stall for minutes while it fails over. The

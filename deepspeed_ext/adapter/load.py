@@ -49,8 +49,6 @@ from deepspeed_ext.runtime.ranks import (
     together,
 )
 
-__all__ = ["Load", "only_weights"]
-
 
 class _Reader(TorchCheckpointEngine):
     """Gives DeepSpeed the content of files.

@@ -42,8 +42,6 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["ExactWeights", "ReachedState", "wrap_accelerate"]
-
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""

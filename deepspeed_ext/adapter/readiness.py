@@ -22,8 +22,6 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import CheckpointError, ConfigError, StateError
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["BackwardPass", "Readiness", "Work"]
-
 _REMEDY = "build a new engine, and load the last checkpoint"
 
 

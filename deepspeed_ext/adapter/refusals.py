@@ -13,8 +13,6 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.rule import limits_of
 from deepspeed_ext.zenflow.worker.kernel.passes import LARGEST_BLOCK
 
-__all__ = ["require_compilable", "require_supported"]
-
 _Row = tuple[str, bool, str]
 """A setting, as in the config; whether it is given; why it cannot be combined with ZenFlow."""
 

@@ -22,8 +22,6 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted
 
-__all__ = ["Resharding", "Target", "load_frozen"]
-
 _CHUNK_NUMEL = 1 << 22
 """Elements per copy, so that the mapped files are not all in memory at the same time."""
 

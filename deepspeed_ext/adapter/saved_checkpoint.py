@@ -23,16 +23,6 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted
 from deepspeed_ext.runtime.proc import format_cpulist
 
-__all__ = [
-    "MODEL_FILES",
-    "MASTER",
-    "SCALER",
-    "ZERO_STAGE_WEIGHTS",
-    "SavedCheckpoint",
-    "SavedPartitions",
-]
-
-
 MASTER = "fp32"
 """Name of p among the tensors of a partition; the others are named as in the optimizer's state."""
 _OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")

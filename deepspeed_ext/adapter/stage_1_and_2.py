@@ -40,8 +40,6 @@ from deepspeed_ext.zenflow.plan.places import Source
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.state_store import StateStore, nan_like
 
-__all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
-
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer with a faster construction.

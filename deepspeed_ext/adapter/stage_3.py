@@ -32,8 +32,6 @@ from deepspeed_ext.zenflow.plan.places import Source, Wait
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.state_store import nan_like
 
-__all__ = ["ZenFlowZeroOptimizerStage3"]
-
 _NO_GRADIENTS = "Gradients are only available immediately after backward and before engine step"
 """DeepSpeed's words at stages 1 and 2."""
 _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")

@@ -14,8 +14,6 @@ from typing import Any
 from deepspeed_ext.adapter.upstream import Swap, ThroughputTimer, ops_module
 from deepspeed_ext.zenflow.optimizers import STAND_INS
 
-__all__ = ["WeakEngine", "held_optimizers", "stream_timer"]
-
 
 class WeakEngine:
     """Stands in for the engine in hooks on the module and on gradients, which only `destroy`

@@ -57,8 +57,6 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["AutocastScale", "GradientReceiver", "StepDriver", "StepPhase"]
-
 
 class AutocastScale:
     """Runs DeepSpeed's ``GradScaler`` on a gradient of one element, as a step of its own optimizer

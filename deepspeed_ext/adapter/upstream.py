@@ -32,7 +32,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
+from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from deepspeed.runtime.zero import config as zero_config_module
@@ -62,63 +62,6 @@ from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.runtime import files, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
 from deepspeed_ext.runtime.log import logger
-
-__all__ = [
-    "BackwardHookStateManager",
-    "DeepSpeedConfig",
-    "DeepSpeedEngine",
-    "DeepSpeedHybridEngine",
-    "DeepSpeedZenFlowConfig",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOptimizer",
-    "DeepSpeedZeroOptimizerStage3",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "ParameterStatus",
-    "PartitionedParameter",
-    "PipelineEngine",
-    "Prefetches",
-    "Swap",
-    "TensorFragment",
-    "ThroughputTimer",
-    "TorchCheckpointEngine",
-    "ZeROOptimizer",
-    "accelerator_branch_only",
-    "ops_module",
-    "announced_builds",
-    "before_gathers",
-    "check",
-    "checkpoint_keys",
-    "communication_dtype",
-    "counted_alike",
-    "deepspeed",
-    "entry_swaps",
-    "fp16_on_any_cpu",
-    "gather_stream",
-    "group_paddings",
-    "is_model_parallel_parameter",
-    "keep_masters_on_host",
-    "is_on_nvme",
-    "is_quantized",
-    "is_stored_quantized",
-    "is_zero_optimizer",
-    "master_of",
-    "no_shared_buffers",
-    "norm_dtype",
-    "norm_shows_overflow",
-    "optimizer_class",
-    "pins_offload_buffers",
-    "later_groups",
-    "model_groups",
-    "pipeline_topology",
-    "stage3_optimizer_class",
-    "swapped",
-    "tensor_ranks",
-    "throughput_timer",
-    "ties_stages",
-    "zero_section_class",
-]
 
 PartitionedParameter = Any
 """A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""

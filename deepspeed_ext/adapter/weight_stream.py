@@ -22,8 +22,6 @@ from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["WeightPart", "weight_parts", "weights"]
-
 _HAS_ENDED, _CALLS_ANOTHER, _GOES_ON = range(3)
 """What a rank does while weights are streamed: `_CALLS_ANOTHER` method of the engine."""
 _ALIGNMENT = 16

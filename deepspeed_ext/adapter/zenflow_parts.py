@@ -31,9 +31,6 @@ from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
 from deepspeed_ext.zenflow.start import ZenFlowStart, largest_block_apart, mixed, start_optimizer
 
-__all__ = ["StepsInProcess", "ZenFlowParts", "zenflow_of"]
-
-
 _registrations = 0
 """Number of modules and parameters that were registered in any module since it is counted."""
 

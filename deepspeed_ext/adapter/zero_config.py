@@ -27,8 +27,6 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.facts import Ratio
 from deepspeed_ext.zenflow.plan.rule import limits_of
 
-__all__ = ["REPLACED", "Config", "ZeroConfig"]
-
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
     """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the

@@ -28,8 +28,6 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.start import Piece
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
-__all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions"]
-
 
 class ZeroPartitions(ABC):
     """The partitions of one optimizer; all lists are in their order.

@@ -24,15 +24,6 @@ import torch
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, one_line, warn_once
 
-__all__ = [
-    "ROOM",
-    "SavedFile",
-    "advised",
-    "marked",
-    "reading",
-    "unmarked",
-]
-
 ROOM = "make room there, or save elsewhere"
 """What to do if a file cannot be written."""
 

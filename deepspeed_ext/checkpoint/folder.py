@@ -39,13 +39,6 @@ from dataclasses import dataclass
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
-__all__ = [
-    "UNKNOWN",
-    "CheckpointFolder",
-    "FolderState",
-    "choose_save",
-]
-
 _RESERVED = ".dsext-"
 
 

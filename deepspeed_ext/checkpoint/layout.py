@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from deepspeed_ext.errors import CheckpointError
 
-__all__ = ["Fragment", "Layout", "Placement"]
-
 
 @dataclass(frozen=True)
 class Fragment:

@@ -14,8 +14,6 @@ from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["CollectedValues", "converted"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CollectedValues(PartitionValues):

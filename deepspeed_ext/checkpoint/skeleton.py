@@ -26,8 +26,6 @@ from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.memory import host_empty
 from deepspeed_ext.zenflow.step.state_store import ShownTensor, plain
 
-__all__ = ["Hole", "SkeletonError", "fill_holes", "write_skeleton"]
-
 _STORAGE = "data"
 _PROTOCOL = 2
 """Of pickle, as in `torch.save`."""

@@ -33,14 +33,6 @@ from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = [
-    "STATE_KEY",
-    "SavedState",
-    "read_saved_state",
-    "restore",
-    "state_of",
-]
-
 _VERSION = 9
 
 

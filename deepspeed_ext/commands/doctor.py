@@ -25,8 +25,6 @@ from deepspeed_ext.runtime.proc import (
     total_host_bytes,
 )
 
-__all__ = ["Check", "as_json", "as_text", "examine"]
-
 GIB = 1 << 30
 PROBLEM = "problem"
 Finding = tuple[str, ...]

@@ -22,8 +22,6 @@ from deepspeed_ext import __version__
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["COMMANDS", "main", "numel", "parser"]
-
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_UNREAD = 1, 2, 128 + 2, 128 + 13
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"

@@ -37,8 +37,6 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import counted, logger, one_line
 from deepspeed_ext.runtime.process import end_with_parent, python_command
 
-__all__ = ["CHECKS", "Rank", "Report", "checked_config", "main", "run_from_cli", "verify"]
-
 CHECKS, REFUSED = ("training", "resume", "worker's death"), "config"
 """Names of verdicts; the last one is there only if DeepSpeed or this package refuses the config."""
 PLAN = "plan.json"

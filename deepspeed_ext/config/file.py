@@ -11,8 +11,6 @@ from typing import Any
 from deepspeed_ext.config.zero import ZeroFields
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["count_in", "read_json", "require_fields", "section_of", "shown"]
-
 MOST_COUNT = 1 << 31
 
 EXAMPLES = {

@@ -13,8 +13,6 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = ["MOST_CORES", "ConfigSection", "ReservedCores"]
-
 MOST_CORES = 2**16
 """More than a Linux host can have (``NR_CPUS``)."""
 

@@ -7,14 +7,6 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from deepspeed_ext.config.section import ConfigSection, ReservedCores
 
-__all__ = [
-    "OF_ONE_RULE",
-    "RuleName",
-    "StateDtype",
-    "ZenFlowConfig",
-    "given_of_the_other_rule",
-]
-
 LayoutT = TypeVar("LayoutT", bound=Any)
 SectionT = TypeVar("SectionT", bound="ZenFlowConfig")
 

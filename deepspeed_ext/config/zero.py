@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from deepspeed_ext.config.section import MOST_CORES, ConfigSection
 from deepspeed_ext.config.zenflow import ZenFlowConfig
 
-__all__ = ["CoreBindingConfig", "FlattenTier", "ZeroFields"]
-
 FlattenTier = Literal["accelerator", "distributed", "host"]
 
 

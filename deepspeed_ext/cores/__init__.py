@@ -11,8 +11,6 @@ binding narrows its masks. So importing it imports nothing else.
 import os
 import sys
 
-__all__ = ["initial_mask", "keep_mask", "present_mask", "record_mask"]
-
 _initial: frozenset[int] | None = None
 _before_binding: frozenset[int] | None = None
 

@@ -54,8 +54,6 @@ from deepspeed_ext.runtime.log import is_off, logger, warn_once
 from deepspeed_ext.runtime.proc import host_id, read_cpu_quotas, read_text
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
-__all__ = ["Agreement", "CoreBinding", "RankReport", "agree", "pci_address", "report_rank"]
-
 
 @dataclass(frozen=True)
 class RankReport:

@@ -35,21 +35,6 @@ from deepspeed_ext.runtime.proc import (
     read_text,
 )
 
-__all__ = [
-    "ALLOWED_VARIABLE",
-    "Core",
-    "Topology",
-    "WorkerPlacement",
-    "confine",
-    "find_allowed",
-    "omp_binding",
-    "outside",
-    "own_masks",
-    "read_accelerator_node",
-    "read_topology",
-    "restore",
-]
-
 
 @dataclass(frozen=True)
 class Core:

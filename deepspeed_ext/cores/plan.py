@@ -37,19 +37,6 @@ from deepspeed_ext.runtime.proc import (
     read_cpu_quotas,
 )
 
-__all__ = [
-    "HostPlan",
-    "PlanRequest",
-    "RankFacts",
-    "RankPlan",
-    "plan_host",
-    "plan_text",
-    "read_host",
-    "split_cores",
-    "unbound_threads",
-    "usable_cores",
-]
-
 Usable = Mapping[Core, tuple[int, ...]]
 """The cores that a rank may use, each with its allowed CPUs, in node-major order."""
 

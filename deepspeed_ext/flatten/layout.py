@@ -11,8 +11,6 @@ import torch
 
 from deepspeed_ext.flatten.plan import flat_numel
 
-__all__ = ["GroupLayout", "Piece", "Segment"]
-
 
 @dataclass(frozen=True)
 class Segment:

@@ -18,16 +18,6 @@ from dataclasses import dataclass
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.errors import ConfigError
 
-__all__ = [
-    "STAGING_CHUNK_BYTES",
-    "TIERS",
-    "FlattenFacts",
-    "FlattenPlan",
-    "choose_tier",
-    "flat_numel",
-    "required_bytes",
-]
-
 TIERS: tuple[FlattenTier, ...] = ("accelerator", "distributed", "host")
 """In order of preference, fastest first."""
 

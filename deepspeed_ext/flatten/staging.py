@@ -26,8 +26,6 @@ from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["DirectBuffers", "NoMasters", "Staging"]
-
 
 class Staging:
     """Two chunks of host memory that transfers use alternately, page-locked if the accelerator

@@ -33,8 +33,6 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 from deepspeed_ext.runtime.timing import in_profile
 
-__all__ = ["Flattener", "exchange_of", "from_slices", "restore_parameters"]
-
 
 @dataclass(frozen=True)
 class Flattener:

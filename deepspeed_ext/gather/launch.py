@@ -16,13 +16,6 @@ import torch
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 
-__all__ = [
-    "PendingParameter",
-    "can_group",
-    "gather_singles",
-    "gather_together",
-]
-
 _SEGMENT_BYTES = 64
 """Alignment of parameters in a shared bucket, as by the CPU allocator: kernels may depend on it."""
 

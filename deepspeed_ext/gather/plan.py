@@ -18,8 +18,6 @@ from enum import Enum
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.log import counted
 
-__all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
-
 
 class GatherMode(Enum):
     """How a parameter is gathered."""

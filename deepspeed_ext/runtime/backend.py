@@ -14,20 +14,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
-__all__ = [
-    "SHARED_MEMORY",
-    "can_register_host_memory",
-    "dist",
-    "get_accelerator",
-    "group_timeout_seconds",
-    "local_rank",
-    "local_world_size",
-    "has_host_memory",
-    "page_lock_alignment",
-    "pinned_empty",
-    "single_queue",
-]
-
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 """NVIDIA's variable: number of hardware queues that the streams share; 8 if it is not set."""
 

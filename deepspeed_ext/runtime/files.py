@@ -15,23 +15,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = [
-    "abandoned_locks",
-    "beside",
-    "is_temporary",
-    "memory_at",
-    "opened",
-    "operator_folder",
-    "read_crc",
-    "remove_tree",
-    "rename",
-    "replace_file",
-    "sync_file",
-    "sync_folder",
-    "write_crc",
-    "write_summed",
-]
-
 _TEMPORARY = ".dsext-tmp"
 _CRC = struct.Struct("<I")
 _SUM_BYTES = 1 << 20

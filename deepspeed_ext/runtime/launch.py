@@ -18,8 +18,6 @@ from typing import NamedTuple
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger, quoted
 
-__all__ = ["LaunchPlan", "NEEDED", "find_rank", "plan_launch", "set_launch_variables"]
-
 SET_EVERYTHING = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     "CROSS_RANK": "deepspeed",

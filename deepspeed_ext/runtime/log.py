@@ -10,17 +10,6 @@ import logging
 import os
 import sys
 
-__all__ = [
-    "LOAD_ANOTHER",
-    "counted",
-    "is_off",
-    "log_once",
-    "logger",
-    "one_line",
-    "quoted",
-    "warn_once",
-]
-
 LOAD_ANOTHER = "load another checkpoint by its tag"
 """What to do if one cannot be loaded."""
 

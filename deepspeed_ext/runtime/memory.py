@@ -22,18 +22,6 @@ from deepspeed_ext.runtime.proc import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together
 from deepspeed_ext.runtime.timing import in_profile
 
-__all__ = [
-    "Parked",
-    "accelerator_empty",
-    "can_page_lock",
-    "free_accelerator_bytes",
-    "host_empty",
-    "is_out_of_memory",
-    "total_accelerator_bytes",
-    "unused_accelerator_bytes",
-    "try_on_all_ranks",
-]
-
 T = TypeVar("T")
 
 _REFUSALS = (

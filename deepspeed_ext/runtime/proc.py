@@ -14,24 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = [
-    "CpuQuota",
-    "MAX_CPU_ID",
-    "available_by_limit",
-    "available_host_bytes",
-    "format_cpulist",
-    "host_id",
-    "numbered",
-    "own_groups",
-    "parse_cpulist",
-    "read_cpu_quota_cores",
-    "read_cpu_quotas",
-    "read_cpus",
-    "read_int",
-    "read_text",
-    "total_host_bytes",
-]
-
 MAX_CPU_ID = (1 << 16) - 1
 """Linux supports at most 8192 CPUs. The bound keeps a typing error such as 0-4000000000 from
 filling the memory."""

@@ -22,13 +22,6 @@ from types import FunctionType, MethodType
 
 from deepspeed_ext.errors import StateError
 
-__all__ = [
-    "OwnProcess",
-    "end_with_parent",
-    "is_of_handler",
-    "python_command",
-]
-
 START_PROCESS = Path(__file__).resolve().parent / "start_process.py"
 _PR_SET_PDEATHSIG = 1
 

@@ -34,21 +34,6 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator, group_timeout_s
 from deepspeed_ext.runtime.log import one_line
 from deepspeed_ext.runtime.proc import format_cpulist
 
-__all__ = [
-    "MOST_TOLD",
-    "DeferredError",
-    "RankGroup",
-    "agreed",
-    "all_gather_single",
-    "communicating_on_host",
-    "open_communicators",
-    "raise_together",
-    "rank_list",
-    "require_same_plan",
-    "within",
-    "together",
-]
-
 MOST_TOLD = 8
 """Maximum number of different plans or errors in one message."""
 

@@ -14,8 +14,6 @@ from torch.profiler import record_function
 
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["Stopwatch", "in_profile"]
-
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 

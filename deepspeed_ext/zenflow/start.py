@@ -39,15 +39,6 @@ from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffe
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = [
-    "Piece",
-    "ZenFlowStart",
-    "largest_block_apart",
-    "mixed",
-    "start_optimizer",
-    "with_timeout",
-]
-
 
 def with_timeout(
     config: ZenFlowConfig, group_timeouts_seconds: Iterable[float] = ()

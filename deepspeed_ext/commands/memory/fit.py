@@ -46,19 +46,6 @@ from deepspeed_ext.zenflow.plan.times import (
     with_host_share,
 )
 
-__all__ = [
-    "Fit",
-    "GPU_RESERVE",
-    "HOST_RESERVE",
-    "Question",
-    "RANK_RESERVE",
-    "fits",
-    "lanes_on",
-    "nearest",
-    "run_from_cli",
-    "suggested",
-]
-
 GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 4 * GIB, 2 * GIB
 """Bytes that stay free: per GPU for its context, collectives and fragmentation; per host for the
 system and its kernel; per rank for libraries (1.2 GiB on an H100, docs/results/gpu.md) and data."""

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["GIB", "Machine", "Model", "Shape", "known", "machine_of", "read_shape", "typical"]
-
 GIB = 1 << 30
 
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}

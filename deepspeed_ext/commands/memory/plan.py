@@ -32,8 +32,6 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["PLACES", "MemoryPlan", "plan_memory"]
-
 PLACES = (Place.ACCELERATOR, Place.HOST)
 
 

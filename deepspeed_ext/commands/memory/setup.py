@@ -20,22 +20,6 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = [
-    "MOMENTS",
-    "Machine",
-    "Model",
-    "Run",
-    "Setup",
-    "Stage",
-    "config_of",
-    "cost_of",
-    "inexactness",
-    "name_of",
-    "read_config",
-    "ways",
-    "sections_of",
-]
-
 Stage = Literal[1, 2, 3]
 _LISTED = 32
 """Most equal partitions that are planned one by one, to the byte."""

@@ -21,8 +21,6 @@ import triton.language as tl
 from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP, CODES, MOST_SCALE, NOT_FINITE
 from deepspeed_ext.zenflow.worker.kernel.passes import HASH_FACTORS, HASH_SHIFTS
 
-__all__ = ["adam_step", "predict"]
-
 _CLAMP = tl.constexpr(CLAMP)
 _FACTOR_1, _FACTOR_2 = map(tl.constexpr, HASH_FACTORS)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = map(tl.constexpr, HASH_SHIFTS)

@@ -22,21 +22,6 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.native import library_path, open_library
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_CODES, rounding_key
 
-__all__ = [
-    "OPTIONS",
-    "Variant",
-    "adam_step",
-    "is_aligned",
-    "missing",
-    "predict",
-    "predict_on_host",
-    "prepare",
-    "serves",
-    "serves_on_host",
-    "shape_constants",
-    "variants",
-]
-
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
 """A kernel, the dtypes of its arrays and its constants; each combination is compiled once."""
 

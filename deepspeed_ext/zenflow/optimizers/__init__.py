@@ -13,8 +13,6 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.optimizers.lion import LionKind, held_lion
 from deepspeed_ext.zenflow.plan.rule import limits_of
 
-__all__ = ["LAYOUTS", "STAND_INS", "kind_of"]
-
 _KINDS: tuple[type[OptimizerKind], ...] = (AdamKind, LionKind)
 
 LAYOUTS = {kind.layout.name: kind.layout for kind in _KINDS}

@@ -56,8 +56,6 @@ from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP, root
 
-__all__ = ["AdamKind", "effect_of", "held_adam", "inverses", "publish_ahead"]
-
 _DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 

@@ -23,8 +23,6 @@ from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = ["OptimizerKind"]
-
 _REHEARSED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""
 

@@ -22,8 +22,6 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel.definition import parts_of
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
 
-__all__ = ["LionKind", "held_lion"]
-
 _NAMES = ("DeepSpeedCPULion", "FusedLion")
 
 
