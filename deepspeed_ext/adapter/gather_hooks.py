@@ -80,8 +80,7 @@ class FetchedParameter(PendingParameter):
 
 
 class GatherHandle:
-    """The handle of a running fetch, with the interface of DeepSpeed's handles (see
-    `stand_ins`)."""
+    """The handle of a running fetch, with the interface of DeepSpeed's handles."""
 
     def __init__(
         self, works: list[Any], pending: list[FetchedParameter], upstream: Sequence[Any] = ()

@@ -21,7 +21,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from deepspeed_ext.checkpoint.legacy_state import CollectedValues, converted
-from deepspeed_ext.config.zenflow import StateDtype
+from deepspeed_ext.config.fields import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, logger, one_line
 from deepspeed_ext.runtime.proc import host_id

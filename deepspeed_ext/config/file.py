@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_ext.config.zero import ZeroFields
+from deepspeed_ext.config.fields import ZeroFields
 from deepspeed_ext.errors import ConfigError
 
 MOST_COUNT = 1 << 31

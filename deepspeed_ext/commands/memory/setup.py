@@ -265,8 +265,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     Raises:
         ConfigError: the file cannot be read, or asks for a feature whose memory cannot be computed.
     """
-    from deepspeed_ext.adapter.refusals import require_supported
-    from deepspeed_ext.adapter.zero_config import ZeroConfig
+    from deepspeed_ext.adapter.zero_config import ZeroConfig, require_supported
 
     config = read_json(path)
     section, optimizer = section_of(config, "zero_optimization"), section_of(config, "optimizer")
