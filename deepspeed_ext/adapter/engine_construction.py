@@ -72,17 +72,12 @@ from deepspeed_ext.zenflow.start import ZenFlowStart, with_timeout
 
 
 def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
-    """Return the ranks that the model is spread over. They build, step, save and load together, so
-    they agree on every choice that changes weights, and an error of one is raised on all.
+    """The ranks that the model is spread over. They build, step, save and load together, so they
+    agree on every choice that changes weights, and an error of one is raised on all. No collective.
 
-    Without an `mpu` these are all ranks. With one, which may give each engine other ranks, they are
-    its one group that contains the others; or all ranks, if they are the grid of several groups. No
-    collective.
-
-    Args:
-        mpu: as given to ``deepspeed.initialize``, or a pipeline's; None also with AutoTP, whose
-            groups span all ranks.
-        keeps_scratch: see `RankGroup.of`.
+    Without an `mpu`, also with AutoTP, whose groups span all ranks, these are all ranks. With one,
+    the given or a pipeline's, which may give each engine other ranks, they are its one group that
+    contains the others; or all ranks, if they are the grid of several groups.
 
     Raises:
         ConfigError: several groups of `mpu` are not a grid of all ranks.
@@ -166,34 +161,21 @@ MOST_RANKS = 8
 
 
 class EngineConstruction(DeepSpeedEngine):
-    """What `Engine` overrides of the construction.
-
-    Attributes:
-        parameter_gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
-        core_binding: this rank's placement on the host's cores; None: unbound.
-    """
+    """What `Engine` overrides of the construction."""
 
     checkpoint_engine: Any
     _ties_stages: bool
     """Whether stages of a pipeline share parameters."""
 
     def _begin(self, undo: ExitStack, mpu: Any) -> None:
-        """Begin with nothing built.
-
-        Args:
-            undo: receives what to undo if the constructor fails later.
-            mpu: as given; DeepSpeed may set another.
-        """
-        self._undo, self._given_mpu = undo, mpu
-        self._refused = DeferredError()
-        """Keeps the error of the config check until all ranks can raise it."""
+        """Begin with nothing built; `undo` receives what to undo if the constructor fails later."""
+        self._undo, self._given_mpu = undo, mpu  # DeepSpeed may set another
+        self._refused = DeferredError()  # of the config check, until all ranks can raise it
         self._replaced: list[str] = []
         self.core_binding: CoreBinding | None = None
-        self.parameter_gather: SingleParameterGather | None = None
-        self._parts: ZenFlowParts | None = None
-        """None: there is no ZenFlow."""
-        self._files: JointCheckpointEngine | None = None
-        """None: DeepSpeed's own checkpoint engine is used."""
+        self.parameter_gather: SingleParameterGather | None = None  # None: DeepSpeed gathers
+        self._parts: ZenFlowParts | None = None  # None: there is no ZenFlow
+        self._files: JointCheckpointEngine | None = None  # None: DeepSpeed writes checkpoints
 
     @cached_property
     def _ranks(self) -> RankGroup:
@@ -462,18 +444,14 @@ class WeakEngine:
 def stream_timer(config: Any, *args: Any, **kwargs: Any) -> ThroughputTimer:
     """DeepSpeed's throughput timer, but it does not wait for the device, which also runs copies
     beside the step (`transfers.stream`): waiting for them would undo the overlap. A step waits
-    for its gradient's norm, so the host's times are those of steps.
-
-    Args:
-        config: ``timers.throughput``.
-    """
+    for its gradient's norm, so the host's times are those of steps."""
     return ThroughputTimer(config.model_copy(update={"synchronized": False}), *args, **kwargs)
 
 
 def held_optimizers() -> list[Swap]:
-    """Return swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
-    optimizers. The replacements only hold hyperparameters and, for checkpoints, the state: ZenFlow
-    steps, so no operator need be compiled."""
+    """Swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
+    optimizers. These only hold hyperparameters and, for checkpoints, the state: ZenFlow steps, so
+    no operator need be compiled."""
     swaps = []
     for place, held in STAND_INS.items():
         folder, name = place.split(".")

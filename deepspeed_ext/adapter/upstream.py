@@ -141,9 +141,9 @@ def entry_swaps(
     config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return the swaps that switch the extension on: ``deepspeed.initialize``, wrapped by
-    `initialize`; the classes of its engines, its config and the ZeRO section; how operators are
-    compiled, without the one that no training needs; and how ranks are found without a launcher."""
+    """The swaps that switch the extension on: ``deepspeed.initialize``, wrapped by `initialize`;
+    the classes of its engines, its config and the ZeRO section; how operators are compiled, without
+    the one that no training needs; and how ranks are found without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -213,12 +213,8 @@ def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swa
 
 
 def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
-    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the
-    stage 3 class.
-
-    That method also imports SuperOffload, whose optimizer is a subclass; this module loads it
-    before the swap.
-    """
+    """The same of stage 3. That method also imports SuperOffload, whose optimizer is a subclass;
+    this module loads it before the swap."""
     return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
 
 
@@ -230,11 +226,8 @@ def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
 
 def keep_masters_on_host(arguments: dict[str, Any], *, sums_in_fp32: bool) -> bool:
     """Let a ZeRO optimizer that is built with `arguments` have its masters in pageable host memory,
-    and sum the gradients of several micro-steps in fp32, or as DeepSpeed would.
-
-    Returns:
-        Whether the run asks for page-locked host buffers.
-    """
+    and sum the gradients of several micro-steps in fp32, or as DeepSpeed would. Return whether the
+    run asks for page-locked host buffers."""
     pins = pins_offload_buffers(arguments.get("offload_optimizer_config"))
     arguments["offload_optimizer_config"] = DeepSpeedZeroOffloadOptimizerConfig(
         device=OffloadDeviceEnum.cpu, pin_memory=False
@@ -246,15 +239,11 @@ def keep_masters_on_host(arguments: dict[str, Any], *, sums_in_fp32: bool) -> bo
 
 def counted_alike(params: Sequence[Any]) -> bool:
     """Whether DeepSpeed's gradient norm counts either all `params` or none of them on this rank."""
-    return (
-        len(
-            {
-                (bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p))
-                for p in params
-            }
-        )
-        <= 1
-    )
+    kinds = {
+        (bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p))
+        for p in params
+    }
+    return len(kinds) <= 1
 
 
 def pipeline_topology(model: Any) -> Any:

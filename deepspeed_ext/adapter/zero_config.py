@@ -317,13 +317,9 @@ def require_supported(
     ties_stages: bool = False,
     makes_experts: bool = False,
 ) -> None:
-    """Check the ``zero_optimization`` section, and what DeepSpeed makes of the rest of the config.
-
-    Args:
-        node_local_storage: whether each node saves checkpoints to its own storage.
-        tensor_ranks: number of tensor-parallel ranks.
-        ties_stages: whether stages of a pipeline share parameters.
-        makes_experts: whether DeepSpeed's AutoEP replaces layers by its own.
+    """Check the ``zero_optimization`` section, and what DeepSpeed makes of the rest of the config:
+    checkpoints on each node's storage, tensor-parallel ranks, parameters that stages of a pipeline
+    share, and layers that AutoEP replaces.
 
     Raises:
         ConfigError: the section has ``zenflow`` together with settings that it does not support;
@@ -396,11 +392,8 @@ def _of_section(section: Any, of_rule: str, limits: str) -> Iterator[_Row]:
 
 
 def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None:
-    """Check what ``engine.compile`` is asked for, before the model is compiled.
-
-    Args:
-        is_deepcompile: ``compile.deepcompile``, which has no effect without ``engine.compile``.
-        is_autograd_compiled: the argument ``compiled_autograd_enabled``.
+    """Check what ``engine.compile`` is asked for, before the model is compiled: by the config's
+    ``compile.deepcompile``, and by the argument ``compiled_autograd_enabled``.
 
     Raises:
         ConfigError: either is on.
