@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -79,9 +78,9 @@ class OptimizerKind(ABC):
                 f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "
                 "Put it back"
             ) from error
-        for field in fields(constants):
-            if not math.isfinite(value := getattr(constants, field.name)):
-                raise ConfigError(f"{place} has {field.name} = {value}, expected a finite number")
+        for name, value in vars(constants).items():
+            if not math.isfinite(value):
+                raise ConfigError(f"{place} has {name} = {value}, expected a finite number")
 
     def step(self, group: int, number: int, grad_scale: float) -> Any:
         """`constants` of the parameter group with this index."""
