@@ -127,11 +127,8 @@ class Setup:
     def zenflow_plan(
         self, model: Model, machine: Machine, mine: RankFacts | None = None
     ) -> ZenFlowPlan:
-        """The plan that a rank makes when it starts.
-
-        Args:
-            mine: each rank's memory; None: everything that the config allows fits.
-        """
+        """The plan that a rank makes when it starts, with `mine` the memory of each rank; None:
+        everything that the config allows fits."""
         assert self.zenflow is not None
         mine = mine or RankFacts(tuple(self.partitions(model, machine)))
         facts = ZenFlowFacts(

@@ -34,18 +34,13 @@ VICTIM = {"initialize": 0, "step": 1, "save": 0, "save beside": 0, "load": 0, "l
 """Rank 0 logs the start, and makes and renames the folders of a checkpoint."""
 SECONDS = 10.0
 
+OF_START = "check release broken expected found_at difference undecorated entry_swaps "
+OF_START += "pipeline_topology zero_section_class no_shared_buffers announced_builds"
 CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
         "adapter/engine.py:enable",
         "adapter/engine.py:initialize",
-        *(
-            f"adapter/upstream.py:{name}"
-            for name in (
-                *("check", "release", "broken", "expected", "found_at", "difference"),
-                *("undecorated", "entry_swaps", "pipeline_topology", "zero_section_class"),
-                *("no_shared_buffers", "announced_builds"),
-            )
-        ),
+        *(f"adapter/upstream.py:{name}" for name in OF_START.split()),
         "adapter/engine_construction.py:joint",
     ),
     "the agreement itself": (
