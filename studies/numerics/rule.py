@@ -137,10 +137,11 @@ class Host:
         for number, (grad, step) in enumerate(zip(grads, steps, strict=True), start=1):
             exact = Publish.exact(step.bias_correction2_sqrt, step.eps)
             of_step = publish if number == len(steps) else exact
-            work = Pass(layout, state, y, self.block_size, of_step, _array(grad), step, means)
-            kernel().run(work)
+            kernel().run(
+                Pass(layout, state, y, self.block_size, _array(grad), means), of_step, step
+            )
         if not steps:
-            kernel().run(Pass(layout, state, y, self.block_size, publish, per_block=means))
+            kernel().run(Pass(layout, state, y, self.block_size, per_block=means), publish)
 
     def step(self, grad: torch.Tensor, step: AdamStep) -> None:
         """One exact update; publishes p."""

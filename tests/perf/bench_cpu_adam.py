@@ -114,11 +114,11 @@ def pass_runner(kernel: Kernel, arena: Arena) -> Callable[[], None]:
     state = (p, *(arena.array(kind) for kind in layout.kept[1:]))
     adam = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100, 0.5)
     publish = Publish(0.99, 1e-3, 0.0, 0.0, adam.bias_correction2_sqrt, 1e-8)
-    work = Pass(layout, state, y, BLOCK_SIZE, publish, g, adam, means)
+    work = Pass(layout, state, y, BLOCK_SIZE, g, means)
 
     def run() -> None:
         assert arena.fileno >= 0, "the pass holds addresses in the arena"
-        kernel.run(work)
+        kernel.run(work, publish, adam)
 
     return run
 

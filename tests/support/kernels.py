@@ -43,34 +43,28 @@ def array(tensor: torch.Tensor) -> Array:
 def make_pass(
     tensors: Mapping[str, torch.Tensor],
     block: int,
-    publish: Any,
     grad: torch.Tensor | None = None,
-    step: Any = None,
     part: tuple[int, int] | None = None,
-    **how: Any,
+    first: int | None = None,
 ) -> Pass:
     """A pass over the elements of `part`, all by default, of tensors by kind: ``p``, the moments,
-    their scales, ``y`` and perhaps the per-block array. With a ``v`` it is Adam's. `how` are other
-    fields of it."""
+    their scales, ``y`` and perhaps the per-block array. With a ``v`` it is Adam's."""
     dtype = dtype_name(tensors["m"].dtype)
     layout = replace(ADAM_STATE, moment_dtype=dtype) if "v" in tensors else LION_STATE
     begin, end = part or (0, tensors["p"].numel())
-    first, last = begin // block, -(-end // block)
+    blocks = begin // block, -(-end // block)
     (kind, _), width = layout.per_block, layout.per_block_width(block)
-    means = tensors.get(kind)
     return Pass(
         layout,
         (
             *(array(tensors[name]).part(begin, end) for name in layout.kinds),
-            *(array(tensors[name]).part(first, last) for name in layout.scales),
+            *(array(tensors[name]).part(*blocks) for name in layout.scales),
         ),
         array(tensors["y"]).part(begin, end),
         block,
-        publish,
         None if grad is None else array(grad).part(begin, end),
-        step,
-        None if means is None else array(means).part(first * width, last * width),
-        **{"first": begin, **how},
+        array(tensors[kind]).part(*(width * each for each in blocks)) if kind in tensors else None,
+        begin if first is None else first,
     )
 
 
@@ -156,15 +150,20 @@ class Problem:
         return Publish(*(factors or (1.0, 0.0, 0.0, 0.0)), *corrections)
 
     def run(
-        self, kernel: Kernel, steps: list[Any], factors: tuple[float, ...] = (), **how: Any
+        self,
+        kernel: Kernel,
+        steps: list[Any],
+        factors: tuple[float, ...] = (),
+        peeks: bool = False,
+        **how: Any,
     ) -> dict[str, torch.Tensor]:
         """A pass for each of `steps`; the last publishes by `factors`, the others p. Without any,
         one that only publishes. `how` are other arguments of `make_pass`."""
         for number, (step, grad) in enumerate(zip(steps, self.grads, strict=False), start=1):
             publish = self.publishes(step, factors if number == len(steps) else ())
-            kernel.run(make_pass(self.found, self.block, publish, grad, step, **how))
+            kernel.run(make_pass(self.found, self.block, grad, **how), publish, step, peeks)
         if not steps:
-            kernel.run(make_pass(self.found, self.block, self.publishes(None, factors), **how))
+            kernel.run(make_pass(self.found, self.block, **how), self.publishes(None, factors))
         return self.found
 
 

@@ -126,11 +126,8 @@ class Setup:
     def zenflow_plan(
         self, model: Model, machine: Machine, mine: RankFacts | None = None
     ) -> ZenFlowPlan:
-        """The plan that a rank makes when it starts.
-
-        Args:
-            mine: each rank's memory; None: everything that the config allows fits.
-        """
+        """The plan that a rank makes when it starts, with `mine` the memory of each rank; None:
+        everything that the config allows fits."""
         assert self.zenflow is not None
         mine = mine or RankFacts(tuple(self.partitions(model, machine)))
         facts = ZenFlowFacts(
@@ -264,8 +261,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     Raises:
         ConfigError: the file cannot be read, or asks for a feature whose memory cannot be computed.
     """
-    from deepspeed_ext.adapter.refusals import require_supported
-    from deepspeed_ext.adapter.zero_config import ZeroConfig
+    from deepspeed_ext.adapter.zero_config import ZeroConfig, require_supported
     from deepspeed_ext.zenflow.optimizers import LAYOUTS
 
     config = read_json(path)

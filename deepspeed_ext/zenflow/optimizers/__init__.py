@@ -29,9 +29,6 @@ arguments, one that holds hyperparameters and state but needs no compiled operat
 def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> OptimizerKind:
     """The user's optimizer, as ZenFlow runs it.
 
-    Args:
-        config: the section: the update rule in use and the dtype of the moments.
-
     Raises:
         ConfigError: ZenFlow does not run it at all, or not with this rule or dtype.
     """

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Hashable
 from typing import Any
 
 from deepspeed_ext.runtime import files
@@ -118,6 +119,7 @@ class _Worker:
         placement = plan.placement
         warning = placement.bind_process() if placement is not None else None
         self._plan = plan
+        self._passes: dict[Hashable, Pass] = {}
         self._kernel = load_kernel(plan.library, plan.threads)
         if placement is not None and placement.pin_each_thread and warning is None:
             self._kernel.pin(sorted(placement.cpus))
@@ -128,8 +130,7 @@ class _Worker:
                 array = self._arena.array(*spec.key)
                 chunk = None if spec.partition == OF_CHUNKS else plan.chunk_numel
                 self._kernel.touch(array, spec.per_block or plan.block_size, plan.block_size, chunk)
-        cpus = tuple(sorted(os.sched_getaffinity(0)))
-        self.ready = Ready(self._kernel.name, cpus, warning)
+        self.ready = Ready(self._kernel.name, warning)
 
     def carry_out(self, submission: Submission) -> Done:
         """Carry it out, and say that it is done."""
@@ -137,20 +138,23 @@ class _Worker:
         for work in submission.tasks:
             if isinstance(work, WorkerTask):
                 begin = time.perf_counter()
-                self._kernel.run(self._pass(work))
+                self._kernel.run(self._pass(work), work.publish, work.step, work.peeks)
                 seconds += time.perf_counter() - begin
             elif isinstance(work, ArenaWrite):
-                size = self._plan.block_size
-                failed = write_from_arena(work, self._arena, self._kernel, size)
+                failed = write_from_arena(work, self._arena, self._kernel, self._plan.block_size)
                 failed_write = failed_write or failed
             elif isinstance(work, ArenaRelay):
                 self._arena.relay(work.layout)
+                self._passes.clear()
             elif isinstance(work, ThreadLimit):
                 self._kernel.limit(work.threads)
         return Done(submission.number, seconds, failed_write)
 
     def _pass(self, work: WorkerTask) -> Pass:
-        """The task's pass, over the arrays of its span."""
+        """The task's pass. One over the same arrays is kept."""
+        over = work.partition, work.slot, work.span, work.chunk_slot, work.step is None
+        if (kept := self._passes.get(over)) is not None:
+            return kept
         arena, layout, size = self._arena, self._plan.state, self._plan.block_size
         p = arena.spec("p", work.partition)
         span = work.span or Span(0, p.numel)
@@ -168,18 +172,16 @@ class _Worker:
             return arena.array(kind, OF_CHUNKS, work.chunk_slot).part(0, span.numel)
 
         known = layout.per_block[0]
-        return Pass(
+        self._passes[over] = kept = Pass(
             layout,
             tuple(map(part, layout.kept)),
             passing("y"),
             size,
-            work.publish,
             None if work.step is None else passing("g"),
-            work.step,
             part(known) if arena.has(known, work.partition) else None,
             p.before + span.begin,
-            work.peeks,
         )
+        return kept
 
 
 def write_from_arena(

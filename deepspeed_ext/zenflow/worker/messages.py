@@ -156,7 +156,6 @@ class Ready:
     kernel."""
 
     kernel: str
-    cpus: tuple[int, ...]
     warning: str | None
     """Why its placement was not applied in full, or which memory is on another node; None: all is
     well."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["ADAM_STATE", "AdamPasses", "AdamStep", "Publish"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdamStep:
     """The constants of one optimizer step."""
 
@@ -95,7 +95,7 @@ class AdamStep:
         return first, single(math.sqrt(second))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Publish:
     """The coefficients that compute y from p, m and v."""
 
@@ -126,8 +126,6 @@ class AdamPasses(Passes):
     def numbers(publish: Publish, step: AdamStep | None) -> tuple[float, ...]:
         of_step = (0.0,) * 9
         if step is not None:
-            own = publish.bias_correction2_sqrt, publish.eps
-            assert own == (step.bias_correction2_sqrt, step.eps)
             of_step = (
                 *(1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, step.decay, step.l2),
                 *(step.lr / step.bias_correction1, 1.0 / step.bias_correction2_sqrt),

@@ -367,7 +367,7 @@ class ReferenceKernel(Kernel):
         self._pool = ThreadPoolExecutor(threads, "dsext-pass", _divide_nothing)
         self._chunk_numel = chunk_numel
 
-    def run(self, work: Pass) -> None:
+    def run(self, work: Pass, publish: Any, step: Any = None, peeks: bool = False) -> None:
         if work.numel == 0:
             return
         block, layout, passes = work.block_size, work.layout, work.layout.passes
@@ -379,19 +379,19 @@ class ReferenceKernel(Kernel):
 
         arrays = [split(each, chunk) for each in work.state[:elements]]
         arrays += [split(each, blocks) for each in work.state[elements:]]
-        published, grads = split(work.published, chunk), split(work.grad, chunk)
-        known = None if work.peeks else work.per_block
+        published, grads = split(work.published, chunk), split(step and work.grad, chunk)
+        known = None if peeks else work.per_block
         per_block = split(known, blocks * layout.per_block_width(block))
 
         def run_chunk(i: int) -> None:
             with torch.no_grad():
                 state = [array[i] for array in arrays]
-                if work.peeks:
+                if peeks:
                     state = [array.clone() for array in state]
                 if grads:
-                    passes.take_host_step(state, grads[i], work.step, block, work.first + i * chunk)
+                    passes.take_host_step(state, grads[i], step, block, work.first + i * chunk)
                 known = per_block[i] if per_block else None
-                passes.publish(work.publish, state, block, published[i], known)
+                passes.publish(publish, state, block, published[i], known)
 
         list(self._pool.map(run_chunk, range(len(published))))
 

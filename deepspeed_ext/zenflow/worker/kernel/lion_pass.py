@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["LION_STATE", "LionPublish", "LionStep"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LionStep:
     """The constants of one optimizer step."""
 
@@ -60,7 +60,7 @@ class LionStep:
         return single(1.0 - single(self.lr) * single(max(self.weight_decay, 0.0)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LionPublish:
     """The coefficient that computes y from p."""
 

@@ -101,20 +101,17 @@ class _Arguments(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, work: Pass, threads: int, vectors: bool) -> _Arguments:
-        """The arguments of a pass."""
+    def over(cls, work: Pass, vectors: bool) -> _Arguments:
+        """The arguments of a pass, without those of a run."""
         grad, kinds = work.grad or work.published, len(work.layout.kinds)
         addresses = tuple(array.address for array in work.state)
-        key = 0 if work.step is None else rounding_key(work.step.step)
         return cls(
             *(addresses[0], grad.address, work.published.address),
             None if work.per_block is None else work.per_block.address,
             *(addresses[1:kinds], addresses[kinds:]),
             *(work.numel, work.block_size),
             *(DTYPE_CODES[each.dtype] for each in (grad, work.published, work.state[1])),
-            *(work.step is not None, work.peeks, threads, vectors),
-            (work.first + key) & WORD,
-            work.layout.passes.numbers(work.publish, work.step),
+            *(False, False, 1, vectors),
         )
 
 
@@ -136,9 +133,14 @@ class NativeKernel(Kernel):
         self._threads = self._most = threads
         self._vectors = vectors
 
-    def run(self, work: Pass) -> None:
+    def run(self, work: Pass, publish: Any, step: Any = None, peeks: bool = False) -> None:
         """See the base class. The call releases the interpreter lock."""
-        arguments = _Arguments.of(work, self._threads, self._vectors)
+        if (arguments := work.prepared) is None:
+            arguments = work.prepared = _Arguments.over(work, self._vectors)
+        key = 0 if step is None else rounding_key(step.step)
+        arguments.first = (work.first + key) & WORD
+        arguments.steps, arguments.peeks, arguments.threads = step is not None, peeks, self._threads
+        arguments.numbers = work.layout.passes.numbers(publish, step)
         getattr(self._library, work.layout.passes.function)(ctypes.byref(arguments))
 
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:

@@ -282,9 +282,9 @@ class StateLayout:
         return 1 + -(-block_size // _WORD_BITS) if self.with_signs else 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pass:
-    """One pass over one partition of n elements: a step, and then y.
+    """The arrays of a partition of n elements for passes: a step, then y. Built once, run often.
 
     Args:
         layout: the optimizer's state.
@@ -293,32 +293,25 @@ class Pass:
         published: y [n], any floating dtype; written. It may be the memory of `grad`, if both have
             the same item size; otherwise no two arrays overlap.
         block_size: elements of a block.
-        publish: what y is.
-        grad: [n], any floating dtype; None with `step`.
-        step: the constants of the step; None: the state stays, only y and `per_block` are computed.
+        grad: [n], any floating dtype; None: no run has a step.
         per_block: what the estimate is made from, `StateLayout.per_block_width` elements for each
             block; written. None: nobody reads it.
         first: number of the first element in its partition: random numbers depend on it.
-        peeks: whether only `published` is written: y as it will be after the same pass without
-            `peeks`, which has to follow. A peek publishes exact weights.
+        prepared: what a kernel has made of them; None: nothing yet.
     """
 
     layout: StateLayout
     state: tuple[Array, ...]
     published: Array
     block_size: int
-    publish: Any
     grad: Array | None = None
-    step: Any = None
     per_block: Array | None = None
     first: int = 0
-    peeks: bool = False
+    prepared: Any = None
 
     def __post_init__(self) -> None:
         n, layout, known = self.numel, self.layout, self.per_block
         blocks, scales = -(-n // self.block_size), self.state[len(layout.kinds) :]
-        assert (self.grad is None) is (self.step is None), "one gradient per step"
-        assert not self.peeks or self.step is not None, "a peek has a step"
         elements = [*self.state[: len(layout.kinds)], self.published, self.grad or self.published]
         assert {a.numel for a in elements} == {n}, "arrays of one partition"
         dtypes = [*(dtype for _, dtype in layout.arrays), *["uint8"] * len(layout.scales)]
@@ -342,8 +335,15 @@ class Kernel(ABC):
     """``native`` or ``reference``, for logs and checkpoints."""
 
     @abstractmethod
-    def run(self, work: Pass) -> None:
-        """Run one pass; returns once memory holds the result."""
+    def run(self, work: Pass, publish: Any, step: Any = None, peeks: bool = False) -> None:
+        """Run one pass; returns once memory holds the result.
+
+        Args:
+            publish: what y is.
+            step: the constants of the step; None: the state stays, only y and `per_block` change.
+            peeks: whether only y is written, as the same pass without `peeks` will, which has to
+                follow. A peek has a step, and publishes exact weights.
+        """
 
     @abstractmethod
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:

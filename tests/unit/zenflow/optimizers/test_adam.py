@@ -72,7 +72,7 @@ def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel:
     m, v, means, published = torch.zeros(n), torch.zeros(n), torch.zeros(n // block), torch.zeros(n)
     publish = publish_ahead(step)
     tensors = {"p": p, "m": m, "v": v, "y": published, "block_means": means}
-    make_kernel(kernel).run(make_pass(tensors, block, publish, grad, step))
+    make_kernel(kernel).run(make_pass(tensors, block, grad), publish, step)
     far = lr * 2  # as far as Adam goes in the update and the one ahead
     assert float((published - p).abs().max()) < far + publish.l2_bound
     # The rest of the estimate: the gradient that comes,

@@ -25,7 +25,7 @@ from tests.support.resident import resident_bytes
 def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
     cpu = min(os.sched_getaffinity(0))
     with running(placement=WorkerPlacement(frozenset({cpu}))) as (_, process):
-        assert process.ready.cpus == (cpu,)
+        assert os.sched_getaffinity(process.pid) == {cpu}
         assert psutil.Process(process.pid).cpu_affinity() == [cpu]
         if process.ready.kernel == "native":
             maps = Path(f"/proc/{process.pid}/maps").read_text()

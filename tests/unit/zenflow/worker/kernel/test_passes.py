@@ -80,9 +80,9 @@ def test_publishing_again_gives_the_same_bits(kernel: str, kind: str, y: str) ->
     publish = problem.publishes(step, factors)
     problem["y"].zero_(), problem[known].zero_()
     unread = {name: each for name, each in problem.found.items() if name != known}
-    runs.run(make_pass(unread, 32, publish))
+    runs.run(make_pass(unread, 32), publish)
     assert not problem[known].any()
-    runs.run(make_pass(problem.found, 32, publish))
+    runs.run(make_pass(problem.found, 32), publish)
     if kind == "int8":
         torch.testing.assert_close(problem.found.pop("y"), expected.pop("y"))
     assert_same(expected, problem.found)

@@ -56,9 +56,9 @@ def bits(count, numel, block, passes=1):
     step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, False, 7, 0.5)
     publish = Publish(0.99, 1e-3, 1e-5, 2e-4, step.bias_correction2_sqrt, 1e-8)
     state = at(p), at(m), at(v)
-    adam = Pass(ADAM_STATE, state, at(published), block, publish, at(grad), step, at(means))
+    adam = Pass(ADAM_STATE, state, at(published), block, at(grad), at(means))
     for _ in range(passes):
-        kernel.run(adam)
+        kernel.run(adam, publish, step)
     return hashlib.sha256(b"".join(map(bytes, (p, m, v, published, means)))).hexdigest()
 
 def meanwhile(action):
@@ -196,10 +196,10 @@ def test_passes_of_several_callers_do_not_mix() -> None:
         tensors = {"p": p, "m": m, "v": v, "y": y, "block_means": torch.zeros(4096 // 32)}
         step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
-        work = make_pass(tensors, 32, publish, gradient, step)
+        work = make_pass(tensors, 32, gradient)
         kernel = make_kernel("native", threads=1 + caller)
         for _ in range(50):
-            kernel.run(work)
+            kernel.run(work, publish, step)
         assert tensors, "the pass holds addresses in them"
         return p
 

@@ -63,10 +63,10 @@ def run_both(
             l2, corrections = how.get("l2", 0.0), (step.bias_correction2_sqrt, step.eps)
             publish = Publish(0.99, 1e-3, l2, 2e-4, *corrections)
             first = how.get("first", 0)
-            kernel.run(make_pass({**found, "y": y}, block, publish, grad, step, first=first))
+            kernel.run(make_pass({**found, "y": y}, block, grad, first=first), publish, step)
             if not l2:
                 peek, other = {**found, "y": torch.empty_like(y)}, y.to(grad.dtype)
-                kernel.run(make_pass(peek, block, publish, other, step, peeks=True))
+                kernel.run(make_pass(peek, block, other), publish, step, True)
                 found[f"peek {number}"] = peek["y"]
         if how.get("in_place", False):  # y lies there now, and its NaNs are of its dtype
             found |= {k: each.view(found["y"].dtype) for k, each in found.items() if k[0] == "g"}
