@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter import gather_hooks, upstream
-from deepspeed_ext.adapter.construction import built_together, joint
-from deepspeed_ext.adapter.engine_construction import EngineConstruction
+from deepspeed_ext.adapter.engine_construction import (
+    EngineConstruction,
+    WeakEngine,
+    built_together,
+    joint,
+)
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.load import Load, only_weights
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.refusals import require_compilable
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.stand_ins import WeakEngine
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedHybridEngine,
     OffloadDeviceEnum,
@@ -34,7 +36,7 @@ from deepspeed_ext.adapter.upstream import (
     throughput_timer,
     ties_stages,
 )
-from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
+from deepspeed_ext.adapter.zero_config import Config, ZeroConfig, require_compilable
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger

@@ -1,41 +1,51 @@
 """The construction of an engine: reads the settings, builds our optimizers in place of DeepSpeed's,
-and logs which systems are on."""
+and logs which systems are on.
+
+An engine is built inside `built_together`, including DeepSpeed's own constructors: a rank that
+fails anywhere reports it at the other ranks' next agreement. If a collective of DeepSpeed comes
+before that agreement, the others wait in it.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from functools import cached_property, partial
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial, update_wrapper
 from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter import gather_hooks
-from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.reached_state import wrap_accelerate
-from deepspeed_ext.adapter.refusals import require_supported
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.stand_ins import WeakEngine, held_optimizers, stream_timer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
     PipelineEngine,
     Swap,
     ThroughputTimer,
     TorchCheckpointEngine,
+    model_groups,
+    ops_module,
     optimizer_class,
+    pipeline_topology,
     stage3_optimizer_class,
     swapped,
     tensor_ranks,
 )
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
-from deepspeed_ext.adapter.zero_config import REPLACED, ZeroConfig
+from deepspeed_ext.adapter.zero_config import REPLACED, ZeroConfig, require_supported
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.errors import ConfigError, StateError
 from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
 from deepspeed_ext.runtime.backend import (
     SHARED_MEMORY,
@@ -56,43 +66,116 @@ from deepspeed_ext.runtime.ranks import (
     together,
     within,
 )
-from deepspeed_ext.zenflow.optimizers import kind_of
+from deepspeed_ext.zenflow.optimizers import STAND_INS, kind_of
 from deepspeed_ext.zenflow.plan.held import described
 from deepspeed_ext.zenflow.start import ZenFlowStart, with_timeout
+
+
+def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
+    """The ranks that the model is spread over. They build, step, save and load together, so they
+    agree on every choice that changes weights, and an error of one is raised on all. No collective.
+
+    Without an `mpu`, also with AutoTP, whose groups span all ranks, these are all ranks. With one,
+    the given or a pipeline's, which may give each engine other ranks, they are its one group that
+    contains the others; or all ranks, if they are the grid of several groups.
+
+    Raises:
+        ConfigError: several groups of `mpu` are not a grid of all ranks.
+    """
+    if not dist.is_initialized():
+        return RankGroup.alone()
+    axes: list[tuple[set[int], Any]] = []
+    for group in {} if mpu is None else model_groups(mpu).values():
+        members = set(torch.distributed.get_process_group_ranks(group))
+        if not any(members <= others for others, _ in axes):
+            axes = [axis for axis in axes if not axis[0] <= members] + [(members, group)]
+    ranks = RankGroup.of(axes[0][1] if len(axes) == 1 else None, keeps_scratch=keeps_scratch)
+    if len(axes) > 1 and math.prod(len(members) for members, _ in axes) != ranks.size:
+        raise ConfigError(
+            f"rank {ranks.rank}: the mpu has groups of ranks {[sorted(axis) for axis, _ in axes]}, "
+            f"expected the axes of a grid of all {ranks.size} ranks, which share one rank, or one "
+            "group that contains the others: give every engine an mpu over all ranks"
+        )
+    return ranks
+
+
+@contextmanager
+def built_together(mpu: Any) -> Iterator[None]:
+    """Raise an error of the block on every rank, as `together` does. If all ranks have errors of
+    one type, each raises its own."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+        if dist.is_initialized():
+            with suppress(Exception):  # this rank may have no device of its own
+                # the agreement needs it, and the block may have failed before setting it
+                get_accelerator().set_device(local_rank())
+    raise_together(ranks_of_model(mpu), error, otherwise=None)
+
+
+def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `deepspeed.initialize` in an agreement: an error of one rank, such as an unreadable
+    config, is raised on every rank. The other ranks learn of it at their first agreement."""
+    signature = inspect.signature(initialize)
+
+    @functools.wraps(initialize)
+    def joint_initialize(*args: Any, **kwargs: Any) -> Any:
+        _require_own_group()
+        given = signature.bind_partial(*args, **kwargs).arguments
+        topology = given.get("mpu") or pipeline_topology(given.get("model"))
+        with built_together(topology):
+            return initialize(*args, **kwargs)
+
+    return joint_initialize
+
+
+_group_at_fork: weakref.ref[Any] | None = None
+"""In a forked process: the process group that it has from its parent."""
+
+
+def _note_group_at_fork() -> None:
+    global _group_at_fork
+    group = torch.distributed.group.WORLD
+    _group_at_fork = None if group is None else weakref.ref(group)
+
+
+os.register_at_fork(after_in_child=_note_group_at_fork)
+
+
+def _require_own_group() -> None:
+    """Check that the process group is not that of a parent, whose threads this process does not
+    have: a collective would never end (Note: [Forked processes])."""
+    if _group_at_fork is not None and _group_at_fork() is torch.distributed.group.WORLD is not None:
+        raise StateError(
+            f"deepspeed.initialize was called in process {os.getpid()}, which was forked from "
+            f"process {os.getppid()} when that had a process group already, so its collectives "
+            "would never end: fork before the parent trains, or start it with "
+            'multiprocessing.get_context("spawn")'
+        )
+
 
 MOST_RANKS = 8
 """Maximum number of this host's ranks whose cores are listed; `deepspeed-ext plan` lists all."""
 
 
 class EngineConstruction(DeepSpeedEngine):
-    """What `Engine` overrides of the construction.
-
-    Attributes:
-        parameter_gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
-        core_binding: this rank's placement on the host's cores; None: unbound.
-    """
+    """What `Engine` overrides of the construction."""
 
     checkpoint_engine: Any
     _ties_stages: bool
     """Whether stages of a pipeline share parameters."""
 
     def _begin(self, undo: ExitStack, mpu: Any) -> None:
-        """Begin with nothing built.
-
-        Args:
-            undo: receives what to undo if the constructor fails later.
-            mpu: as given; DeepSpeed may set another.
-        """
-        self._undo, self._given_mpu = undo, mpu
-        self._refused = DeferredError()
-        """Keeps the error of the config check until all ranks can raise it."""
+        """Begin with nothing built; `undo` receives what to undo if the constructor fails later."""
+        self._undo, self._given_mpu = undo, mpu  # DeepSpeed may set another
+        self._refused = DeferredError()  # of the config check, until all ranks can raise it
         self._replaced: list[str] = []
         self.core_binding: CoreBinding | None = None
-        self.parameter_gather: SingleParameterGather | None = None
-        self._parts: ZenFlowParts | None = None
-        """None: there is no ZenFlow."""
-        self._files: JointCheckpointEngine | None = None
-        """None: DeepSpeed's own checkpoint engine is used."""
+        self.parameter_gather: SingleParameterGather | None = None  # None: DeepSpeed gathers
+        self._parts: ZenFlowParts | None = None  # None: there is no ZenFlow
+        self._files: JointCheckpointEngine | None = None  # None: DeepSpeed writes checkpoints
 
     @cached_property
     def _ranks(self) -> RankGroup:
@@ -332,3 +415,46 @@ def _cores(binding: CoreBinding) -> Iterator[str]:
         yield f"local rank {rank.local_rank}: PyTorch on {format_cpulist(rank.pytorch)}{optimizer}"
     if len(ranks) > MOST_RANKS:
         yield f"and {len(ranks) - MOST_RANKS} more ranks; `deepspeed-ext plan` lists all"
+
+
+# -- what DeepSpeed uses in place of its own; `stand_ins.json` lists how --------------------------
+
+
+class WeakEngine:
+    """Stands in for the engine in hooks on the module and on gradients, which only `destroy`
+    removes: they do not keep the engine alive. Once it is gone, calls do nothing."""
+
+    def __init__(self, engine: Any) -> None:
+        self.module = engine.module
+        self._engine = weakref.ref(engine)
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        engine = self._engine()
+        return None if engine is None else engine._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self) -> None:
+        if (engine := self._engine()) is not None:
+            engine._forward_epilogue()
+
+    def _backward_post_hook(self) -> None:
+        if (engine := self._engine()) is not None:
+            engine._backward_post_hook()
+
+
+def stream_timer(config: Any, *args: Any, **kwargs: Any) -> ThroughputTimer:
+    """DeepSpeed's throughput timer, but it does not wait for the device, which also runs copies
+    beside the step (`transfers.stream`): waiting for them would undo the overlap. A step waits
+    for its gradient's norm, so the host's times are those of steps."""
+    return ThroughputTimer(config.model_copy(update={"synchronized": False}), *args, **kwargs)
+
+
+def held_optimizers() -> list[Swap]:
+    """Swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
+    optimizers. These only hold hyperparameters and, for checkpoints, the state: ZenFlow steps, so
+    no operator need be compiled."""
+    swaps = []
+    for place, held in STAND_INS.items():
+        folder, name = place.split(".")
+        module = getattr(ops_module, folder)
+        swaps.append(Swap(module, name, update_wrapper(partial(held, getattr(module, name)), held)))
+    return swaps

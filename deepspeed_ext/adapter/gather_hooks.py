@@ -80,8 +80,7 @@ class FetchedParameter(PendingParameter):
 
 
 class GatherHandle:
-    """The handle of a running fetch, with the interface of DeepSpeed's handles (see
-    `stand_ins`)."""
+    """The handle of a running fetch, with the interface of DeepSpeed's handles."""
 
     def __init__(
         self, works: list[Any], pending: list[FetchedParameter], upstream: Sequence[Any] = ()
@@ -91,14 +90,9 @@ class GatherHandle:
         self._upstream = upstream
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Make every parameter of the fetch available; idempotent.
-
-        On an accelerator, the current stream waits for the collectives, as with DeepSpeed's
-        handles.
-
-        Args:
-            handle_dependency: passed to DeepSpeed's handles; ours have no temporary buffers that a
-                stream could still read.
+        """Make every parameter of the fetch available; idempotent. On an accelerator, the current
+        stream waits for the collectives, as with DeepSpeed's handles. `handle_dependency` is for
+        these; ours have no temporary buffers that a stream could still read.
 
         Raises:
             RuntimeError: a collective failed.
@@ -151,8 +145,7 @@ class SingleParameterGather:
         safe_mode: bool = False,
         quantize: bool = False,
     ) -> GatherHandle:
-        """Start gathering `params`; same arguments and effect on ``ds_status`` as DeepSpeed's
-        closure.
+        """Start gathering `params`, as DeepSpeed's closure does.
 
         Raises:
             UnsupportedError: a parameter was partitioned after `attach`.
@@ -189,7 +182,7 @@ class SingleParameterGather:
         )
 
     def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
-        """Return DeepSpeed's closure of a parameter that this object serves."""
+        """DeepSpeed's closure of a parameter that this object serves."""
         return self._stock[param.ds_id]
 
     def _leave_to_upstream(
@@ -235,15 +228,8 @@ def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
 def attach(
     module: torch.nn.Module, settings: ZeroFields, group: Any
 ) -> SingleParameterGather | None:
-    """Attach the single-parameter gather to `module`, if `settings` ask for it; otherwise DeepSpeed
-    gathers. A collective.
-
-    Args:
-        module: the model; all its parameters must be partitioned.
-        group: the process group of all ranks that hold a part of the model.
-
-    Returns:
-        The gather that the parameters now call; None if they call DeepSpeed's.
+    """Attach the single-parameter gather to the parameters of `module`, all partitioned over
+    `group`, if `settings` ask for it; None: DeepSpeed gathers. A collective.
 
     Raises:
         PlanMismatchError: on every rank, if the ranks' plans differ.
@@ -280,12 +266,8 @@ def attach(
 
 
 def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -> None:
-    """Restore DeepSpeed's all-gather on the parameters of `module` that have ours.
-
-    Args:
-        only: remove this gather alone, because a later engine of the same model may have its own.
-            None: any.
-    """
+    """Restore DeepSpeed's all-gather on the parameters of `module` that have ours: `only` this one,
+    because a later engine of the same model may have its own, or any."""
     served = [
         param
         for param in module.parameters()

@@ -52,15 +52,8 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of many tensors; the accelerator converts to fp64 and sums as it reads.
-
-    Args:
-        tensors: any shapes and float dtypes, on one device.
-
-    Returns:
-        0-D fp64 tensors on the tensors' device, in order. A few hundred tensors of one dtype take
-        two launches.
-    """
+    """The norms, 0-D fp64, of many tensors of any shapes and float dtypes on one device, which
+    converts and sums as it reads. A few hundred tensors of one dtype take two launches."""
     norms: dict[int, torch.Tensor] = {}
     # one dtype at a time: mixed dtypes are not fused
     for dtype in {tensor.dtype for tensor in tensors}:
@@ -104,12 +97,8 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def known_norm_tensors(norms: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
-    """What `norm_tensors` returns for gradients whose norms `gradient_norm` has found.
-
-    Args:
-        norms: 1-D, one element each, on the accelerator.
-        params: their parameters, in order.
-    """
+    """What `norm_tensors` returns for the gradients of `params` whose `norms`, 1-D of one element
+    on the accelerator, `gradient_norm` has found."""
     return (
         [_of_all(norms)]
         if norms and _fuses(norms[0].device) and counted_alike(params)
@@ -130,11 +119,7 @@ def _fuses(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Extent:
-    """The elements of a parameter's gradient.
-
-    Attributes:
-        begin, end: its elements in that partition.
-    """
+    """The elements of a parameter's gradient in a partition."""
 
     partition: int
     begin: int
@@ -171,13 +156,9 @@ class HostGradients:
         self._shown: set[int] = set()
 
     def take(self, number: int, gradient: torch.Tensor, *, adds: bool, completes: bool) -> None:
-        """Start the copy of a micro-step's gradient to the host, on the current stream.
-
-        Args:
-            gradient: this rank's part of it, at most as long as its place; padding may be missing.
-            adds: whether gradients of earlier micro-steps are kept.
-            completes: whether this is the step's last micro-step.
-        """
+        """Start the copy of a micro-step's gradient to the host, on the current stream: this rank's
+        part, perhaps without padding. Earlier micro-steps' are kept if it `adds`; the step's last
+        `completes` them."""
         slot = self._slot_of(number)[: gradient.numel()]
         total = gradient.view(-1).to(slot.dtype)
         if adds and number in self._arrived:

@@ -75,8 +75,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     `begin_save`. Such a save writes that file in place; its errors are raised on all ranks, too.
 
     Args:
-        config_params: as for DeepSpeed's class.
-        ranks: all ranks that save and load.
         leads: whether this rank creates and renames folders. One rank does, or one per node if
             checkpoints are on node-local storage.
         state: p, m and v, which the worker writes; None: there is no worker. Nothing is in flight
@@ -116,11 +114,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     def begin_save(self, names_latest: bool) -> None:
         """Prepare a save; call this before any other method of it. Completes a save in progress: a
-        collective if there is one.
-
-        Args:
-            names_latest: whether `commit` updates ``latest``; if so, DeepSpeed must not.
-        """
+        collective if there is one. `names_latest`: `commit` updates ``latest``, not DeepSpeed."""
         self.finish()
         self.break_off()
         self._is_begun, self._names_latest = True, names_latest
@@ -134,11 +128,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     @contextlib.contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:
-        """Wrap a save, which an exception undoes; see `begin_save`.
-
-        Yields:
-            Whether DeepSpeed must update ``latest``: never.
-        """
+        """Wrap a save, which an exception undoes; see `begin_save`. Yields whether DeepSpeed must
+        update ``latest``: never."""
         self.begin_save(names_latest)
         try:
             yield False
@@ -225,11 +216,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._jobs.append(partial(self._finish_file, path, copies, numbers))
 
     def _finish_file(self, path: str, holes: list[Hole], numbers: Sequence[int]) -> None:
-        """Fill `holes`, wait until the worker has written its parts, then sync the file.
-
-        Args:
-            numbers: of the submissions with the worker's parts.
-        """
+        """Fill `holes`, wait until the worker has written its parts, the submissions `numbers`,
+        then sync the file."""
         with advised():
             fill_holes(path, holes)
             holes.clear()
@@ -365,15 +353,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     # -- loading -----------------------------------------------------------------------------------
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
-        """Find the checkpoint to load, and complete a save that is in progress or that a crash
-        interrupted. A collective.
-
-        Args:
-            load_dir: the folder of all tags.
-            tag: the tag; None: the one named by the file ``latest``.
-
-        Returns:
-            The tag; None if there is no ``latest``.
+        """Find the checkpoint to load, by its tag or by ``latest``, and complete a save that is in
+        progress or that a crash interrupted. Return the tag; None: there is no ``latest``. A
+        collective.
 
         Raises:
             CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete
@@ -414,11 +396,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
 @dataclass
 class _Saving:
-    """A save that goes on.
+    """A save that goes on, in DeepSpeed's words `info`.
 
     Attributes:
-        id: of the save.
-        info: DeepSpeed's description of it.
         written: done once this rank has written its files, or could not.
         begin, waited: when training went on, and how long its steps had waited by then.
     """
@@ -480,14 +460,9 @@ def _submit_arena(
 
 
 def _begin_writing(jobs: list[Callable[[], None]]) -> Future[None]:
-    """Call `jobs` in order, in a thread; return their result, or the first error.
-
-    Python's own executors are no alternative: at exit, Python waits for their threads before any
-    code could log or give up.
-
-    Args:
-        jobs: emptied, because they hold copies of tensors.
-    """
+    """Call `jobs` in order, in a thread, and empty them, because they hold copies of tensors;
+    return their result, or the first error. Python's own executors are no alternative: at exit,
+    Python waits for their threads before any code could log or give up."""
     written: Future[None] = Future()
     thread = threading.Thread(
         target=_write_all, args=(jobs, written), name="deepspeed_ext-save", daemon=True

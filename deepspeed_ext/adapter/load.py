@@ -51,11 +51,7 @@ from deepspeed_ext.runtime.ranks import (
 
 
 class _Reader(TorchCheckpointEngine):
-    """Gives DeepSpeed the content of files.
-
-    Args:
-        read: returns that of the file at a path.
-    """
+    """Gives DeepSpeed the content of files, which `read` returns."""
 
     def __init__(self, config: Any, read: Callable[[str], dict[str, Any]]) -> None:
         super().__init__(config)

@@ -100,11 +100,7 @@ class ExactWeights:
             self._leave()
 
     def _enter(self, *, takes_over: bool = True) -> None:
-        """Give the model p, until `_leave`. A collective.
-
-        Args:
-            takes_over: see `StateStore.drain`.
-        """
+        """Give the model p, until `_leave`; see `StateStore.drain`. A collective."""
         self._drain(takes_over)
         with together(self._host.ranks):
             predicted = [self._kept(index) for index in range(len(self._host.state.wholes))]
@@ -250,13 +246,7 @@ class ReachedState:
 
     Args:
         ranks: the data-parallel ranks.
-        scale: the loss scale of ``torch_autocast``, which DeepSpeed does not save; None: there is
-            none.
-        readiness: knows which groups can be stepped, and how many backward passes there were.
-
-    Attributes:
-        exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
-            weights; see `ExactWeights`.
+        scale: the loss scale of ``torch_autocast``, which DeepSpeed does not save.
     """
 
     def __init__(
@@ -323,13 +313,8 @@ class ReachedState:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Load a checkpoint. A collective.
-
-        Args:
-            super_call: DeepSpeed's method; the others are its arguments.
-            state_dict_list: the state dicts of all ranks.
-            checkpoint_folder: of a universal checkpoint; None: the checkpoint is not universal.
-        """
+        """Load a checkpoint by DeepSpeed's method, `super_call`, with its arguments; only a
+        universal one has a `checkpoint_folder`. A collective."""
         loads_optimizer = load_optimizer_states or bool(checkpoint_folder)
         host, exact = self._host, False
         self.drain_together()

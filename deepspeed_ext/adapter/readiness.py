@@ -62,16 +62,14 @@ class BackwardPass(BackwardHookStateManager):
 
     Args:
         begins: called before a pass begins.
-
-    Attributes:
-        passes: number of passes that have ended.
-        graph_tasks: ids of those that have reduced gradients in the newest call of the engine.
     """
 
     def __init__(self, begins: Callable[[], None]) -> None:
         super().__init__()
-        self.passes = 0
-        self.graph_tasks: set[int] = set()
+        self.passes = 0  # that have ended
+        self.graph_tasks: set[int] = (
+            set()
+        )  # with reduced gradients, in the newest call of the engine
         self._begins = begins
         self._is_open = False
         self._graph_task = _NO_TASK
@@ -131,8 +129,6 @@ class Readiness:
     loads or may reduce gradients inside `recording`.
 
     Args:
-        config: the ``zenflow`` section.
-        backward_pass: follows the engine's backward passes.
         offloaded: returns the states that DeepSpeed has moved to the host.
         has_gradients: whether the gradients of the next step are complete.
     """
@@ -153,8 +149,7 @@ class Readiness:
         self._running: tuple[Work, weakref.ref[_Running]] | None = None
         self._poison: tuple[Work, str] | None = None  # what was interrupted, and by what
         self._load_writes = False
-        self._passes_taken = 0
-        """Number of backward passes that had ended when the last step did."""
+        self._passes_taken = 0  # those that had ended when the last step did
 
     # -- recording ---------------------------------------------------------------------------------
 
@@ -219,10 +214,7 @@ class Readiness:
     # -- checks, before anything changes -----------------------------------------------------------
 
     def require_groups(self, groups: Sequence[Mapping[str, Any]], where: str) -> None:
-        """Check the parameter groups of a checkpoint.
-
-        Args:
-            where: what holds them, such as a file.
+        """Check the parameter groups of a checkpoint, `where` in messages.
 
         Raises:
             CheckpointError: one has a setting with which the worker cannot step.
@@ -235,10 +227,8 @@ class Readiness:
             ) from error
 
     def require_steppable(self, managed: bool) -> None:
-        """Check that a step is possible.
-
-        Args:
-            managed: whether backward passes, not `step`, complete the gradients.
+        """Check that a step is possible. `managed`: backward passes, not `step`, complete the
+        gradients.
 
         Raises:
             ConfigError: a parameter group has a setting that the worker does not support.

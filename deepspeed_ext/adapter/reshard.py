@@ -30,7 +30,6 @@ class Target:
     """This rank's partitions in one of DeepSpeed's ZeRO optimizers.
 
     Args:
-        optimizer: DeepSpeed's ZeRO optimizer.
         shapes: for each flat tensor, the shape of each parameter by name, in order.
 
     Attributes:

@@ -36,10 +36,7 @@ SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
 class SavedPartitions:
-    """The partitions that one rank saved.
-
-    Args:
-        file: the rank's file with the optimizer's state.
+    """The partitions that one rank saved, in its file with the optimizer's state.
 
     Attributes:
         state: DeepSpeed's state dict of its optimizer.
@@ -152,11 +149,8 @@ class SavedPartitions:
 
 
 class SavedCheckpoint:
-    """One checkpoint: the files of all ranks under one tag. On node-local storage, those of a
-    node's ranks.
-
-    Args:
-        folder: the folder of the tag.
+    """One checkpoint: the files of all ranks in the folder of a tag. On node-local storage, those
+    of a node's ranks.
 
     Attributes:
         is_readable: whether it has ZeRO optimizer files, of a run without model parallelism; the

@@ -42,28 +42,14 @@ from deepspeed_ext.zenflow.step.state_store import StateStore, nan_like
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's stage 1/2 optimizer with a faster construction.
-
-    Args:
-        args, kwargs: as for DeepSpeed's own class.
-        settings: the config fields that belong to deepspeed_ext.
-        ranks: the ranks that the model is spread over.
-
-    Attributes:
-        flatten_plans: the tier chosen for each parameter group, in order.
-    """
+    """DeepSpeed's stage 1/2 optimizer with a faster construction, on the `ranks` that the model is
+    spread over. `flatten_plans` has the tier of each parameter group, in order."""
 
     bit16_groups: list[list[Any]]
     _makes_masters = True
     """Whether the masters that DeepSpeed makes are used."""
 
-    def __init__(
-        self,
-        *args: Any,
-        settings: ZeroFields,
-        ranks: RankGroup,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, settings: ZeroFields, ranks: RankGroup, **kwargs: Any) -> None:
         self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
         with within(ranks, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []
@@ -194,10 +180,6 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
     It is constructed with CPU offload on, so that the masters are on the host. It steps with CPU
     offload off, so that the gradient partition stays on the accelerator until the weights are
     computed; or on, if gradients go to the host during backward.
-
-    Args:
-        args, kwargs, settings: as for `ZeroOptimizer`.
-        start: see `ZenFlowStart`.
     """
 
     single_partition_of_fp32_groups: list[Any]
@@ -205,11 +187,7 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
     _makes_masters = False  # the arena's p comes from the weights
 
     def __init__(
-        self,
-        *args: Any,
-        settings: ZeroFields,
-        start: ZenFlowStart,
-        **kwargs: Any,
+        self, *args: Any, settings: ZeroFields, start: ZenFlowStart, **kwargs: Any
     ) -> None:
         self._start = start
         self._partitions = GroupPartitions(self, self._link_optimizer_states)

@@ -76,8 +76,8 @@ class AutocastScale:
         self._steps = torch.optim.SGD([self._one], lr=0.0)
 
     def factor(self) -> float:
-        """Return the multiplier that unscales the gradient of the next partition, and note a step
-        without overflow."""
+        """The multiplier that unscales the next partition's gradient; notes a step without
+        overflow."""
         return self._stepped(1.0)
 
     def overflowed(self) -> None:
@@ -125,7 +125,6 @@ class GradientReceiver:
         self.grad: torch.Tensor | None = None
 
     def numel(self) -> int:
-        """Number of elements of the partition."""
         return self.data.numel()
 
     def release(self) -> None:
@@ -136,10 +135,9 @@ class GradientReceiver:
 
 class StepDriver:
     """Runs DeepSpeed's `step` unchanged, with a `GradientReceiver` in place of each master, while
-    the host optimizer computes.
+    the host optimizer takes the gradients and writes the weights.
 
     Args:
-        host: takes the gradients and writes the weights.
         scale: the loss scale of ``torch_autocast``; None: DeepSpeed's own, if any.
 
     Attributes:
@@ -170,12 +168,7 @@ class StepDriver:
         return self.phase is not StepPhase.BETWEEN
 
     def run(self, super_call: Callable[[], None], overflows: Callable[[], bool]) -> None:
-        """Step.
-
-        Args:
-            super_call: DeepSpeed's step.
-            overflows: whether it has skipped the step, because a gradient is not finite.
-        """
+        """Step by DeepSpeed's `super_call`, which has skipped the step if it `overflows`."""
         link = self._host.link
         with link.deferring_errors():
             if self.gradients is not None:
@@ -214,11 +207,8 @@ class StepDriver:
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
         """Find the factor of the step's gradients, which the worker and the estimate apply: let
-        DeepSpeed unscale and clip the number 1. Later calls in the same step do nothing.
-
-        Args:
-            unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
-        """
+        DeepSpeed unscale and clip, in place, a 1-element fp32 tensor with the number 1. Later calls
+        in the same step do nothing."""
         if self._factor is not None:
             return
         with self._host.link.deferring_errors():
@@ -253,11 +243,8 @@ class StepDriver:
         return norms or [nan(device=gradient.device) for gradient in gradients]
 
     def known_norms(self, numbers: Sequence[int], params: Sequence[Any]) -> list[torch.Tensor]:
-        """Bitwise what `norms` returns, for gradients that went to the host during backward.
-
-        Args:
-            numbers: the ids of `params`.
-        """
+        """Bitwise what `norms` returns, for gradients that went to the host during backward, of
+        `params` with the ids `numbers`."""
         assert self.gradients is not None, "called only if gradients are on the host"
         link, found, exact = self._host.link, list[torch.Tensor](), norm_dtype()
         device = get_accelerator().current_device_name()

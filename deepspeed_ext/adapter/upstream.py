@@ -1,8 +1,14 @@
 """The only module that imports private parts of DeepSpeed.
 
-It has the supported versions, the classes that we subclass and the names that we replace.
-`contract` lists the members that we rely on; `check` compares the list with the installed
-DeepSpeed.
+It has the supported versions, the classes that we subclass and the names that we replace. `check`
+compares the installed DeepSpeed with `contract.json`, so that start-up fails if DeepSpeed renames a
+method, instead of our override silently having no effect.
+
+That file is data: class (``module:Class``) or module, then name of a member, then its form:
+``"(self, closure)"`` a function with these parameters in this order, perhaps among others;
+``"exists"`` anything; ``"assigned"`` an attribute that DeepSpeed's methods assign (for a module,
+one that its functions set on any object). ``since 0.19.8`` marks what older releases lack.
+`tests.support.contract` writes it from our sources, and a test compares it with them.
 """
 
 from __future__ import annotations
@@ -10,11 +16,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -57,7 +66,6 @@ from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_o
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 from deepspeed.utils.timer import ThroughputTimer
 
-from deepspeed_ext.adapter.contract import broken, release
 from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.runtime import files, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
@@ -133,9 +141,9 @@ def entry_swaps(
     config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return the swaps that switch the extension on: ``deepspeed.initialize``, wrapped by
-    `initialize`; the classes of its engines, its config and the ZeRO section; how operators are
-    compiled, without the one that no training needs; and how ranks are found without a launcher."""
+    """The swaps that switch the extension on: ``deepspeed.initialize``, wrapped by `initialize`;
+    the classes of its engines, its config and the ZeRO section; how operators are compiled, without
+    the one that no training needs; and how ranks are found without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -205,12 +213,8 @@ def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swa
 
 
 def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
-    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the
-    stage 3 class.
-
-    That method also imports SuperOffload, whose optimizer is a subclass; this module loads it
-    before the swap.
-    """
+    """The same of stage 3. That method also imports SuperOffload, whose optimizer is a subclass;
+    this module loads it before the swap."""
     return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
 
 
@@ -232,15 +236,11 @@ def keep_masters_on_host(arguments: dict[str, Any], *, sums_in_fp32: bool) -> No
 
 def counted_alike(params: Sequence[Any]) -> bool:
     """Whether DeepSpeed's gradient norm counts either all `params` or none of them on this rank."""
-    return (
-        len(
-            {
-                (bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p))
-                for p in params
-            }
-        )
-        <= 1
-    )
+    kinds = {
+        (bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p))
+        for p in params
+    }
+    return len(kinds) <= 1
 
 
 def pipeline_topology(model: Any) -> Any:
@@ -413,3 +413,69 @@ def fp16_on_any_cpu() -> None:
 
     if get_accelerator().device_name() == "cpu":
         set_accelerator(PatientCpu())
+
+
+# -- the contract ----------------------------------------------------------------------------------
+
+EXISTS, ASSIGNED = "exists", "assigned"
+PAGE = Path(__file__).with_name("contract.json")
+
+
+def release() -> tuple[int, int, int]:
+    """The installed DeepSpeed's version."""
+    return deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
+
+
+@functools.cache
+def expected() -> dict[str, dict[str, str]]:
+    """The contract with the installed release."""
+    found: dict[str, dict[str, str]] = {}
+    for owner, members in json.loads(PAGE.read_text()).items():
+        for name, form in members.items():
+            form, _, first = form.partition(" since ")
+            if not first or release() >= tuple(map(int, first.split("."))):
+                found.setdefault(owner, {})[name] = form
+    return found
+
+
+def broken() -> list[str]:
+    """One line per member of the installed DeepSpeed that differs from the contract. Only a test
+    compares `ASSIGNED` members: it reads DeepSpeed's bytecode."""
+    lines = []
+    for place, members in expected().items():
+        try:
+            owner = found_at(place)
+        except (ImportError, AttributeError):
+            lines.append(f"{place} does not exist")
+            continue
+        told = ((name, difference(owner, name, form)) for name, form in members.items())
+        lines += [f"{place}.{name} {how}" for name, how in told if how]
+    return lines
+
+
+def found_at(place: str) -> Any:
+    """The class or module that the contract names by `place`."""
+    module, _, name = place.partition(":")
+    owner = importlib.import_module(module)
+    return getattr(owner, name) if name else owner
+
+
+def difference(owner: Any, name: str, form: str) -> str:
+    """How a member differs from its form; empty if it does not."""
+    if form == ASSIGNED:
+        return ""
+    member = inspect.getattr_static(owner, name, None)
+    if member is None or form == EXISTS:
+        return "does not exist" if member is None else ""
+    has = iter(found := list(inspect.signature(undecorated(member)).parameters))
+    fits = all(parameter in has for parameter in form.strip("()").split(", ") if parameter)
+    return "" if fits else f"takes ({', '.join(found)}), expected {form}"
+
+
+def undecorated(member: Any) -> Any:
+    """The function inside a ``(*args, **kwargs)`` decorator, such as DeepSpeed's for profiler
+    ranges; otherwise `member`."""
+    cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
+    functions = [cell for cell in cells if inspect.isfunction(cell)]
+    takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
+    return functions[0] if takes_anything and len(functions) == 1 else member

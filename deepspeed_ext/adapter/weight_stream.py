@@ -98,12 +98,8 @@ class _Entry:
 
 
 class _Stream:
-    """The weights of an engine between two of its steps.
-
-    Attributes:
-        ranks: for host tensors.
-        is_open: whether whole weights are being streamed, and buckets are left on all ranks.
-    """
+    """The weights of an engine between two of its steps; open while whole weights are being
+    streamed, and buckets are left on all ranks."""
 
     def __init__(self, engine: Any) -> None:
         self._zenflow = zenflow = _require_supported(engine)

@@ -46,20 +46,8 @@ def _count_registrations() -> None:
 
 
 class ZenFlowParts:
-    """The parts of one ZeRO optimizer. Making them starts the optimizer process; a collective.
-
-    Args:
-        zero: DeepSpeed's optimizer, whose partitions these are.
-
-    Attributes:
-        host: owns the optimizer process, the arena and the partitions in it.
-        partitions: this rank's partitions.
-        driver: drives a step.
-        state: saves, loads and exports state.
-        readiness: decides which calls may run.
-        backward_pass: DeepSpeed's state of a backward pass.
-        streams: weights that are being streamed, of `weight_stream`.
-    """
+    """The parts of one of DeepSpeed's ZeRO optimizers, and `weight_stream`'s streams of its
+    weights. Making them starts the optimizer process; a collective."""
 
     def __init__(self, zero: Any, partitions: ZeroPartitions, start: ZenFlowStart) -> None:
         ranks = RankGroup.of(zero.dp_process_group, keeps_scratch=True)
@@ -108,10 +96,7 @@ class ZenFlowParts:
 
     def require_known_state(self, first: Callable[[], None] = lambda: None) -> None:
         """Check, before anything changes, that the user's changes of the optimizer's state can be
-        taken over. A collective.
-
-        Args:
-            first: another check, made before.
+        taken over, after another check. A collective.
 
         Raises:
             StateError: on every rank, if any rank's changes cannot; see `StateStore.changes`.
@@ -142,16 +127,9 @@ class ZenFlowParts:
         self.state.drain_together(shows=False)
 
     def offload(self, include: Container[Any] | None, *, pins: bool) -> set[Any]:
-        """If `include` has the optimizer states, free what ZenFlow holds on the accelerator between
-        steps; masters and moments are on the host anyway.
-
-        Args:
-            include: DeepSpeed's states; None: all.
-            pins: whether copies on the host are page-locked, if possible.
-
-        Returns:
-            The states that are left to DeepSpeed.
-        """
+        """If `include` (None: all) has the optimizer states, free what ZenFlow holds on the
+        accelerator between steps, with copies on the host that are page-locked if it `pins`;
+        masters and moments are there anyway. Return the states that are left to DeepSpeed."""
         self.host.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
         for receiver in self.driver.receivers:  # they keep the last step's weights
@@ -162,11 +140,8 @@ class ZenFlowParts:
 
 
 class StepsInProcess(ZeROOptimizer):
-    """What the subclasses of DeepSpeed's ZeRO optimizers forward to `ZenFlowParts` at every stage.
-
-    Attributes:
-        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
-    """
+    """What the subclasses of DeepSpeed's ZeRO optimizers forward to `ZenFlowParts` at every
+    stage."""
 
     zenflow_parts: ZenFlowParts
 

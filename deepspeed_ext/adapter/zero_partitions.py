@@ -30,11 +30,7 @@ from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 
 class ZeroPartitions(ABC):
-    """The partitions of one optimizer; all lists are in their order.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-    """
+    """The partitions of one of DeepSpeed's optimizers; all lists are in their order."""
 
     _masters_name: ClassVar[str]
     """DeepSpeed's name for the masters."""
@@ -118,14 +114,8 @@ class ZeroPartitions(ABC):
 def _caller(
     zero: Any, dtype: torch.dtype, sizes: list[int], buckets: int, shards: int, **how: Any
 ) -> Caller:
-    """The `Caller` of DeepSpeed's optimizer.
-
-    Args:
-        dtype: the weights'.
-        sizes: elements of each trained parameter.
-        buckets: number of its buckets.
-        shards: as for `reducing_bytes`.
-    """
+    """The `Caller` of DeepSpeed's optimizer, by the dtype of weights, the elements of each trained
+    parameter, the number of buckets, and `shards` as for `reducing_bytes`."""
     dtypes = dtype_name(dtype), dtype_name(zero.gradient_accumulation_dtype)
     each = [zero.reduce_bucket_size] * buckets
     reducing = reducing_bytes(*dtypes, each, sum(sizes), max(sizes), shards)
@@ -133,12 +123,8 @@ def _caller(
 
 
 class GroupPartitions(ZeroPartitions):
-    """The partitions of stages 1 and 2: of whole parameter groups.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-        relink: lets every parameter find its p, m and v again.
-    """
+    """The partitions of stages 1 and 2: of whole parameter groups. `relink` lets every parameter
+    find its p, m and v again."""
 
     _masters_name = "single_partition_of_fp32_groups"
 

@@ -102,11 +102,7 @@ class SavedFile:
 
 
 def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf) -> None:
-    """Verify the checksums of a file's records of these sizes.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Verify the checksums of a file's records of these sizes."""
     with open(path, "rb") as file:
         is_zip = file.read(2) == b"PK"
     if not is_zip:
@@ -145,11 +141,8 @@ def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Wrap a block that reads a file or a folder of files, so that any error names it.
-
-    Raises:
-        CheckpointError: for any error of the block.
-    """
+    """Raise any error of a block that reads a file or a folder as a `CheckpointError` that names
+    it."""
     try:
         yield
     except CheckpointError as error:
@@ -162,11 +155,7 @@ def reading(path: str) -> Iterator[None]:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Wrap a block that writes, so that its error says what to do.
-
-    Raises:
-        CheckpointError: for any error, except our own.
-    """
+    """Raise an error of a block that writes, except our own, as one that says what to do."""
     try:
         yield
     except DeepSpeedExtError:

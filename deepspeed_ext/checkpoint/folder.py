@@ -64,22 +64,17 @@ step ends the save."""
 
 @dataclass(frozen=True)
 class FolderState:
-    """Save ids of the folders that a node has under a tag's names."""
+    """Save ids of the folders that a node has: under the tag itself, if there is one, of staging
+    folders to which every rank of the node has written its files, and of replaced saves."""
 
     saved: str | None
-    """Under the tag itself; None: nothing there."""
     staged: tuple[str, ...] = ()
-    """Staging folders to which every rank of the node has written its files."""
     replaced: tuple[str, ...] = ()
-    """Older saves that were under the tag's name."""
 
 
 def choose_save(states: Sequence[FolderState]) -> str | None:
-    """Choose the save that every node has, the newest if there are two; None: there is no
-    checkpoint.
-
-    Args:
-        states: one per node, taken after `CheckpointFolder.finish_swap`.
+    """Choose the save that every node has after `CheckpointFolder.finish_swap`, the newest if there
+    are two; None: there is no checkpoint.
 
     Raises:
         CheckpointError: no save is complete on all nodes.
@@ -108,11 +103,7 @@ class CheckpointFolder:
     Args:
         save_dir: the folder of all tags.
         model_files: the end of the names of DeepSpeed's files with a model.
-        save_id: unique id of the save that this object writes; None: it only reads.
-
-    Attributes:
-        path: where DeepSpeed and its tools look for the checkpoint.
-        staging: where files are written; valid with a `save_id`.
+        save_id: unique id of the save that this object writes to `staging`; None: it only reads.
     """
 
     def __init__(
@@ -131,8 +122,7 @@ class CheckpointFolder:
         return f"{self.path}.dsext-{role}.{key}"
 
     def _keys(self, role: str) -> list[str]:
-        """Keys of the folders with a role beside the tag's folder, in the same order on every
-        node."""
+        """Keys of the folders with a role beside the tag's folder, in order."""
         parent, tag = os.path.split(self.path)
         found = map(_BESIDE.fullmatch, os.listdir(parent) if os.path.isdir(parent) else ())
         return sorted(
@@ -311,12 +301,7 @@ class CheckpointFolder:
         )
 
     def settle(self, state: FolderState, save_id: str | None) -> None:
-        """Put the save `save_id` under the tag's name.
-
-        Args:
-            state: this node's state.
-            save_id: the choice of `choose_save` from the states of all nodes.
-        """
+        """Put the save that `choose_save` has chosen under the tag's name."""
         if state.saved == save_id:
             return
         assert save_id is not None, "choose_save chooses a save that every node has"

@@ -20,14 +20,8 @@ from deepspeed_ext.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Fragment:
-    """Contiguous elements of a parameter, in a flat tensor of one rank.
-
-    Attributes:
-        flat: index of the flat tensor: that of the parameter group at stages 1 and 2, of the
-            sub-group at stage 3.
-        begin, end: range of the elements in the parameter.
-        offset: index of element `begin` in the flat tensor.
-    """
+    """Elements `begin` to `end` of a parameter, in a rank's flat tensor from `offset` on. `flat` is
+    its index: that of the parameter group at stages 1 and 2, of the sub-group at stage 3."""
 
     rank: int
     flat: int
@@ -38,12 +32,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the elements of a parameter lie; see the module's docstring.
-
-    Attributes:
-        flat: index of the flat tensor.
-        start, stride, base: the constants of the formula.
-    """
+    """Where the elements of a parameter lie; see the module's docstring."""
 
     numel: int
     flat: int
@@ -94,14 +83,8 @@ class Layout:
         parts: Sequence[int],
         ranks: int,
     ) -> Layout:
-        """The layout of stages 1 and 2.
-
-        Args:
-            groups: for each parameter group, the number of elements of each parameter by name, in
-                the order of the flat tensor.
-            paddings: for each group, the number of padding elements after each parameter.
-            parts: for each group, the number of elements of one rank's shard, with padding.
-        """
+        """The layout of stages 1 and 2: for each parameter group, the elements of its parameters by
+        name, in order, the padding after each, and the elements of a rank's shard, with padding."""
         placements, ends = {}, []
         for flat, (group, behind, part) in enumerate(zip(groups, paddings, parts, strict=True)):
             start = 0
@@ -113,12 +96,7 @@ class Layout:
 
     @classmethod
     def of_sub_groups(cls, sub_groups: Sequence[Mapping[str, int]], ranks: int) -> Layout:
-        """The layout of stage 3.
-
-        Args:
-            sub_groups: for each sub-group, the number of elements of each parameter by name, in
-                order.
-        """
+        """The layout of stage 3: for each sub-group, the elements of its parameters, in order."""
         placements, ends = {}, []
         for flat, sub_group in enumerate(sub_groups):
             base = 0

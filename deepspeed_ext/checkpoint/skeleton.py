@@ -43,14 +43,8 @@ class SkeletonError(Exception):
 
 @dataclass(frozen=True)
 class Hole:
-    """Where the bytes of a storage belong.
-
-    Attributes:
-        values: the bytes, uint8 [nbytes]: a storage on the host, or the elements of an accelerator
-            tensor.
-        offset: bytes from the beginning of the file.
-        crc_offsets: where the file has the CRC of the bytes.
-    """
+    """Where in the file the bytes of a storage and their CRC belong: `values`, uint8 [nbytes], a
+    storage on the host, or the elements of an accelerator tensor."""
 
     values: torch.Tensor
     offset: int
@@ -58,16 +52,9 @@ class Hole:
 
 
 def write_skeleton(content: Any, path: str) -> list[Hole]:
-    """Write a file of `content` without the bytes of its tensors.
-
-    Accelerator tensors become contiguous host tensors in the file, each with its own storage; only
-    identical ones, such as tied weights, share one.
-
-    Args:
-        path: the file; an existing one is replaced.
-
-    Returns:
-        The hole of each storage that is not empty; no storage comes twice.
+    """Write a file of `content` without the bytes of its tensors; return the hole of each storage
+    that is not empty, once. Accelerator tensors become contiguous host tensors in the file, each
+    with its own storage; only identical ones, such as tied weights, share one.
 
     Raises:
         SkeletonError: not all storages could be found, for instance those of a tensor subclass; the

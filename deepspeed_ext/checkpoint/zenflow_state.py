@@ -21,7 +21,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from deepspeed_ext.checkpoint.legacy_state import CollectedValues, converted
-from deepspeed_ext.config.zenflow import StateDtype
+from deepspeed_ext.config.fields import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, logger, one_line
 from deepspeed_ext.runtime.proc import host_id
@@ -80,10 +80,7 @@ class SavedState:
         return any(isinstance(each, CollectedValues) for each in self.partitions)
 
     def require_shapes(self, numels: Sequence[int]) -> None:
-        """Check the tensors.
-
-        Args:
-            numels: elements of this rank's partitions, in order.
+        """Check the tensors against the elements of this rank's partitions.
 
         Raises:
             CheckpointError: one has another shape or dtype, or belongs to other partitions.
@@ -116,11 +113,8 @@ _READERS: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
 
 
 def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
-    """Check a saved state and return it typed; its tensors are shared with `saved`, not copied.
-
-    Args:
-        saved: the state as loaded.
-        numels: elements of this rank's partitions, in order.
+    """Check a saved state of partitions of so many elements, and return it typed; its tensors are
+    shared with `saved`, not copied.
 
     Raises:
         CheckpointError: the state has another version, or belongs to other partitions.
@@ -163,12 +157,8 @@ STATE_KEY = "deepspeed_ext_zenflow"
 
 
 def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None) -> dict[str, Any]:
-    """This rank's state. Call `StateStore.drain` first. The tensors are the run's own, which the
-    next step or load changes.
-
-    Args:
-        weights: of each partition, 1-D, if nothing else in the checkpoint holds them.
-    """
+    """This rank's state, with the weights if nothing else in the checkpoint holds them. Call
+    `StateStore.drain` first. The tensors are the run's own, which the next step or load changes."""
     layout = host.kind.layout
     return {
         "version": _VERSION,
@@ -221,7 +211,6 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     collective.
 
     Args:
-        host: the optimizer; nothing may be in flight.
         saved: this rank's saved state; None on every rank: plain ZeRO-Offload wrote the checkpoint.
         where: prefix of log messages, such as the rank.
 
@@ -261,8 +250,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
 
 
 def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
-    """How the loaded moments' format differs from this run's, and how they are converted; None: not
-    at all."""
+    """How the loaded moments' format differs from this run's, and how they are converted."""
     there, here = "float32" if saved is None else saved.moment_dtype, host.kind.layout.moment_dtype
     if there != here:
         how = "converted, which changes no value" if here == "float32" else "rounded to it"
@@ -276,8 +264,7 @@ def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
 
 
 def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
-    """The setting that keeps the run from continuing bitwise because it changed; None: nothing
-    does."""
+    """The changed setting that keeps the run from continuing bitwise."""
     rule, partitions = host.rule, saved.partitions
     if saved.rule != (name := host.decided.rule.name):
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {name} now)"

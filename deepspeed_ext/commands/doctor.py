@@ -42,8 +42,8 @@ class Check(NamedTuple):
 
 
 def examine(checks: Sequence[Callable[[], Finding]] = ()) -> list[Check]:
-    """Run these checks, or all. One that raises counts as a problem, or as a warning if this
-    machine only lacks a feature."""
+    """Run these checks, or all; one that raises is a problem, or a warning if a feature is
+    missing."""
     return [_run(check) for check in checks or CHECKS]
 
 
@@ -67,7 +67,7 @@ def as_json(checks: list[Check]) -> dict[str, object]:
     return {
         "checks": [check._asdict() for check in checks],
         "warnings": sum(check.status == "warning" for check in checks),
-        "problems": sum(check.status == "problem" for check in checks),
+        "problems": sum(check.status == PROBLEM for check in checks),
     }
 
 

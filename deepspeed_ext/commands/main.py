@@ -105,7 +105,7 @@ MEMORY: Options = {
 
 
 class Command(NamedTuple):
-    """A command: what it does, a command line for the end of its --help, and its options."""
+    """What a command does, a command line for the end of its --help, and its options."""
 
     help: str
     example: str
@@ -200,11 +200,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 130 (as if
-    killed by SIGINT) after Ctrl-C, 141 (by SIGPIPE) if the reader of its output has gone.
-
-    Args:
-        argv: the arguments; None: this process's own.
-    """
+    killed by SIGINT) after Ctrl-C, 141 (by SIGPIPE) if the reader of its output has gone."""
     arguments = parser().parse_args(argv)
     commands = {"doctor": _doctor, "config": _config, "plan": _plan, "verify": _verify}
     try:
@@ -286,8 +282,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     topology, ranks, warnings = read_host(number=arguments.ranks)
     on_cpu = bool(arguments.on_cpu) or os.environ.get("DS_ACCELERATOR") == "cpu"
-    request = PlanRequest(on_cpu=on_cpu)
-    plan = plan_host(topology, ranks, request)
+    plan = plan_host(topology, ranks, PlanRequest(on_cpu=on_cpu))
     plan = replace(plan, warnings=warnings + plan.warnings)
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(topology, plan))
     return 0

@@ -39,8 +39,7 @@ from deepspeed_ext.runtime.process import end_with_parent, python_command
 
 CHECKS, REFUSED = ("training", "resume", "worker's death"), "config"
 """Names of verdicts; the last one is there only if DeepSpeed or this package refuses the config."""
-PLAN = "plan.json"
-"""File with the config of the check and its number of steps, in the folder of the check."""
+PLAN = "plan.json"  # in the folder of the check: its config and number of steps
 GRACE_SECONDS = 60.0
 """Time for all ranks to end after one has failed or an optimizer process was killed."""
 STEPS, WARM_UP, MOST_BATCH = 8, 2, 8
@@ -108,11 +107,8 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
 def checked_config(
     user: Mapping[str, Any], steps: int | None
 ) -> tuple[dict[str, Any], int, list[str]]:
-    """The config of a check, its number of steps, and the differences from the user's config.
-
-    Args:
-        steps: the user's choice; None: as many as the config needs.
-    """
+    """The config of a check, its number of steps (by default as many as the config needs), and the
+    differences from the user's config."""
     changes: list[str] = []
     config = _filled(user, "", changes) | {"steps_per_print": 10**9}
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
@@ -174,11 +170,7 @@ def verify(
     limit_seconds: float = 600.0,
     start: Callable[[Path, dict[str, str], BinaryIO], Any] = start_rank,
 ) -> Report:
-    """Check a config.
-
-    Args:
-        steps: optimizer steps; None: enough for the config.
-        start: starts a rank; see `start_rank`.
+    """Check a config in so many steps (None: enough for it), in ranks that `start` starts.
 
     Raises:
         ConfigError: DeepSpeed or this package refuses the config.
@@ -238,10 +230,8 @@ def _wait(folder: Path, processes: list[Any], limit_seconds: float) -> str:
 
 
 def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tuple[str, str]]:
-    """Merge the ranks' verdicts: a check has passed if it has on every rank.
-
-    Args:
-        why: what is wrong with how the processes ended; empty: nothing.
+    """Merge the ranks' verdicts: a check has passed if it has on every rank. `why` they did not end
+    is a failure, too.
 
     Raises:
         ConfigError: a rank refused the config.
@@ -266,13 +256,11 @@ def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tup
 
 # -- a rank ----------------------------------------------------------------------------------------
 
-TOLERANCE = 0.1
-"""Largest deviation from plain training, of a parameter's movement and of a gradient's norm.
-Rounding in 16 bits, 8-bit moments and prediction stay below it; a gradient dropped once in eight
-steps does not."""
-OF_WEIGHTS = 4
-"""Weights on the accelerator, whose prediction may be a step off, may deviate by so many times as
-much, beside their rounding."""
+TOLERANCE, OF_WEIGHTS = 0.1, 4
+"""Largest deviation from plain training, of a parameter's movement and of a gradient's norm:
+rounding in 16 bits, 8-bit moments and prediction stay below it; a gradient dropped once in eight
+steps does not. Weights on the accelerator, whose prediction may be a step off, may deviate by
+`OF_WEIGHTS` times as much, beside their rounding."""
 VOCABULARY, COMMON, WIDTH, HIDDEN, LENGTH = 2053, 89, 64, 131, 24
 """Sizes of the model and its sequences. Tokens below COMMON follow one another by a rule."""
 
@@ -298,10 +286,8 @@ class SmallModel(nn.Module):
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.mix = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, bias=False)
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
-            self.norm, self.gain = (
-                nn.LayerNorm(WIDTH),
-                nn.Parameter(torch.full((1,), 1.5, dtype=torch.float32, device="cpu")),
-            )
+            gain = torch.full((1,), 1.5, dtype=torch.float32, device="cpu")
+            self.norm, self.gain = nn.LayerNorm(WIDTH), nn.Parameter(gain)
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
             nn.init.normal_(self.embedding.weight, std=0.1)
@@ -432,8 +418,8 @@ class Rank:
         self.engine = deepspeed_ext.initialize(model=model, **given)[0]
 
     def state(self) -> tuple[Weights, Weights]:
-        """The module's parameters in full and their fp32 masters, which are the parameters where
-        there are no others. All ranks call this together."""
+        """The module's parameters in full, and their fp32 masters, which may be the parameters. A
+        collective."""
         weights, masters = {}, {}
         for name, param in self.engine.module.named_parameters():
             is_partitioned = hasattr(param, "ds_id")
@@ -561,11 +547,8 @@ def _listed(names: list[str]) -> str:
 
 
 def main(kind: type[Rank] = Rank) -> None:
-    """Run one rank. Arguments of the process: the folder of the check, and its parent's id.
-
-    Args:
-        kind: a subclass with a fault, for tests.
-    """
+    """Run one rank; for tests, of a `kind` with a fault. Arguments of the process: the folder of
+    the check, and its parent's id."""
     end_with_parent()
     if not os.path.exists(f"/proc/{sys.argv[2]}"):  # it ended before the line above ran
         raise SystemExit("the check has ended before this rank began")

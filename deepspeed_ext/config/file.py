@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_ext.config.zero import ZeroFields
+from deepspeed_ext.config.fields import ZeroFields
 from deepspeed_ext.errors import ConfigError
 
 MOST_COUNT = 1 << 31
@@ -24,10 +24,7 @@ EXAMPLES = {
 
 
 def read_json(path: str, what: str = "--config") -> dict[str, Any]:
-    """Read a config file.
-
-    Args:
-        what: the argument that names the file, for messages.
+    """Read a config file; `what` names it in messages.
 
     Raises:
         ConfigError: the file does not exist, is not an Hjson object, is empty, has a duplicate key,
@@ -101,7 +98,7 @@ def _no_object(name: str, value: Any) -> str:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of the pairs; a duplicate key is an error."""
+    """The pairs, without duplicate keys."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ValueError(f"duplicate keys: {', '.join(twice)}")

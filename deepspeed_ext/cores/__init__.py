@@ -16,26 +16,24 @@ _before_binding: frozenset[int] | None = None
 
 
 def record_mask() -> None:
-    """Record the calling thread's mask, once, unless torch was imported before. Takes
-    microseconds."""
+    """Record the calling thread's mask, once, unless torch was imported before."""
     global _initial
     if _initial is None and "torch" not in sys.modules:
         _initial = present_mask() or None
 
 
 def keep_mask(cpus: frozenset[int] | None) -> None:
-    """Keep the CPUs that were allowed before core binding, for as long as it is in force; None: it
-    has ended."""
+    """Keep the CPUs that were allowed before core binding, while in force; None: it has ended."""
     global _before_binding
     _before_binding = cpus
 
 
 def initial_mask() -> frozenset[int] | None:
-    """Return the mask that `record_mask` saw, otherwise the CPUs kept by `keep_mask`; None if torch
-    was imported first and nothing is bound, or the platform has no affinity masks."""
+    """What `record_mask` saw, otherwise what `keep_mask` keeps; None: torch was imported first and
+    nothing is bound, or the platform has no affinity masks."""
     return _initial if _initial is not None else _before_binding
 
 
 def present_mask() -> frozenset[int]:
-    """Return the calling thread's mask; empty if the platform has no affinity masks."""
+    """The calling thread's mask; empty if the platform has no affinity masks."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()

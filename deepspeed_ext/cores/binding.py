@@ -94,12 +94,8 @@ def report_rank(
     disabled: str | None = None,
     root: Path | str = "/",
 ) -> tuple[RankReport, Topology | None, tuple[str, ...]]:
-    """Read this rank's host and return the report, the topology and warnings.
-
-    Args:
-        pci_address: PCI address of the rank's accelerator; None if unknown.
-        disabled: why this rank must not be bound, so that its host need not be read.
-        root: directory that holds ``sys`` and ``proc``.
+    """Read this rank's host, unless `disabled` says why the rank must not be bound; return the
+    report, the topology and warnings.
 
     Raises:
         ConfigError: the settings contradict each other or the host.
@@ -125,11 +121,10 @@ def agree(
     request: PlanRequest,
     warnings: tuple[str, ...] = (),
 ) -> Agreement:
-    """Exchange reports and plan this host. A collective: every rank of `ranks` calls it.
+    """Exchange reports and plan this host. A collective.
 
     Args:
-        topology: this rank's host; None if it is not to be bound.
-        warnings: of this rank, put before those of the plan.
+        mine, topology, warnings: from `report_rank`.
 
     Raises:
         PlanMismatchError: on every rank, if ranks asked for different things.
@@ -161,8 +156,8 @@ def _why_unbound(peers: Sequence[RankReport]) -> str:
 
 
 def pci_address() -> str | None:
-    """Return the PCI address of the current device, such as ``0000:3b:00.0``; None if DeepSpeed
-    trains on the CPU, or torch does not report it."""
+    """The PCI address of the current device, such as ``0000:3b:00.0``; None on the CPU, or if torch
+    does not report it."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return None
@@ -181,15 +176,9 @@ _GRAIN_ELEMENTS = 32768
 
 
 def set_threads(threads: int) -> Callable[[], None]:
-    """Use ``threads`` threads from now on: in torch, in each loaded OpenMP runtime, and in the
-    environment variables that later runtimes and processes read.
-
-    torch applies the count in all threads; another OpenMP runtime applies it in the calling thread
-    only.
-
-    Returns:
-        A function that restores the previous counts and variables.
-    """
+    """Use ``threads`` threads from now on: in torch, in each loaded OpenMP runtime (in the calling
+    thread only), and in the environment variables that later runtimes and processes read. Return a
+    function that restores what was before."""
     before = torch.get_num_threads()
     runtimes = {path: library.omp_get_max_threads() for path, library in _loaded()}
     variables = {name: os.environ.get(name) for name in _VARIABLES}
@@ -217,8 +206,7 @@ def start_pool(threads: int) -> None:
 
 
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
-    """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc
-    cannot be read."""
+    """Path and library of each OpenMP runtime in this process."""
     lines = (read_text(Path("/proc/self/maps")) or "").splitlines()
     for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
         try:
@@ -239,19 +227,14 @@ _undo: Callable[[], None] | None = None
 
 def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
     """Confine every thread to the CPUs that `plan` has for PyTorch, until `_release_threads`, which
-    must be called even if this raises.
-
-    Args:
-        allowed: the CPUs from which the plan was made; while a binding is active, further plans are
-            made from them, too.
+    must be called even if this raises. `allowed` are the CPUs from which the plan was made; while a
+    binding is active, further plans are made from them, too.
 
     Raises:
         OSError: the kernel refused, or does not report the threads' masks.
     """
     global _bindings, _masks, _plan, _undo
-    # Count first: the garbage collector may call `_release_threads` for another engine at any
-    # point.
-    _bindings += 1
+    _bindings += 1  # first: the garbage collector may end another engine's binding at any point
     _plan = plan
     if _masks is None:
         _masks = own_masks()
@@ -321,18 +304,11 @@ class CoreBinding:
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
-            separate: True if the optimizer runs in its own process and gets part of the rank's
-                cores. False if it runs in this process, which then keeps all of the rank's cores.
-            pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's
-                cores, or None.
+            separate, pt_reserved_cores: see `PlanRequest`.
             undo: receives `restore`, in case the caller fails later.
 
         Raises:
-            ConfigError: on every rank, if the settings of any rank contradict each other or its
-                host.
-            PlanMismatchError: on every rank, if the ranks ask for different things.
-            RankError: on every rank, if anything else fails on any rank before its threads are
-                bound.
+            ConfigError, PlanMismatchError, RankError: on every rank; see `report_rank` and `agree`.
         """
         off = is_off(DISABLE_VARIABLE)
         with together(ranks):
@@ -357,7 +333,12 @@ class CoreBinding:
             logger.info(f"core binding, dry run:\n{binding.agreement.summary}")
             binding.plan = None
         if binding.plan is not None:
-            binding._bind_threads(binding.plan, report.facts.allowed)
+            binding._release = weakref.finalize(binding, _release_threads)
+            binding._release.atexit = False
+            try:
+                _follow(binding.plan, report.facts.allowed)
+            except Exception as error:  # if raised, other ranks would wait in the next collective
+                binding._give_up(error)
         if binding.plan is not None and binding.agreement.leads_host:
             logger.debug(f"core binding:\n{binding.agreement.summary}")
         return binding
@@ -375,15 +356,6 @@ class CoreBinding:
         plan = self.plan
         return None if plan is None else plan.pytorch_threads + len(plan.optimizer)
 
-    def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
-        self._release = weakref.finalize(self, _release_threads)
-        self._release.atexit = False
-        try:
-            _follow(plan, allowed)
-        except Exception as error:
-            # do not raise: the other ranks would wait in the next collective
-            self._give_up(error)
-
     def _give_up(self, reason: Exception) -> None:
         wanted = self.plan.pytorch if self.plan else ()
         self.restore()
@@ -400,7 +372,7 @@ class CoreBinding:
             return
         try:
             confine((_plan or self.plan).pytorch)
-        except Exception as error:  # as in `_bind_threads`
+        except Exception as error:  # as in `start`
             self._give_up(error)
             return
         # The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons

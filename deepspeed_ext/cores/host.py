@@ -55,24 +55,21 @@ class Core:
 
 @dataclass(frozen=True)
 class Topology:
-    """The online cores of one host, without isolated CPUs."""
+    """The online cores of one host, without isolated CPUs; `is_hybrid`: some are slower."""
 
     cores: tuple[Core, ...]
     is_hybrid: bool = False
-    """Whether some cores are slower than others."""
 
     @cached_property
     def cpus(self) -> frozenset[int]:
-        """Every online CPU."""
         return frozenset(self.core_of)
 
     @cached_property
     def core_of(self) -> dict[int, Core]:
-        """The core of each online CPU."""
         return {pu: core for core in self.cores for pu in core.pus}
 
     def digest(self) -> str:
-        """Return a hash that is equal for two ranks that see the same host."""
+        """Equal for two ranks that see the same host."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
@@ -116,8 +113,8 @@ def read_topology(root: Path | str = "/") -> Topology:
 
 
 def read_accelerator_node(pci_address: str, root: Path | str = "/") -> int | None:
-    """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware
-    does not report it. If it has no CPUs, the planner uses the nearest node with cores."""
+    """The NUMA node of the PCI device ``domain:bus:device.function``, perhaps without CPUs; None if
+    the firmware does not report it."""
     node = read_int(Path(root, "sys/bus/pci/devices", pci_address.lower(), "numa_node"))
     return None if node is None or node < 0 else node
 
@@ -127,8 +124,7 @@ OMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KM
 
 
 def omp_binding(environ: Mapping[str, str]) -> str | None:
-    """Return the setting that makes OpenMP bind threads itself, such as ``OMP_PROC_BIND=true``;
-    None if none does."""
+    """The setting that makes OpenMP bind threads itself, such as ``OMP_PROC_BIND=true``."""
     for name in OMP_BINDING_VARIABLES:
         value = environ.get(name, "")
         if value and value.lower() not in ("false", "none", "disabled"):
@@ -139,15 +135,12 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
 def find_allowed(
     topology: Topology, root: Path | str = "/"
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root``
-    describes.
+    """The allowed CPUs of this process (root "/") or of the process that the tree ``root``
+    describes, at least one, and warnings for the user.
 
     The first of these that exists is used: DSEXT_ALLOWED_CPUS; the mask from before torch was
     imported or, while core binding is in force, the CPUs found before it; the union of all threads'
     masks; every online CPU.
-
-    Returns:
-        CPUs of the topology, at least one, and warnings for the user.
 
     Raises:
         ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is in the topology.
@@ -180,8 +173,8 @@ def find_allowed(
 
 
 def thread_masks(process: Path) -> dict[int, frozenset[int]]:
-    """Read the mask of each thread, by its id, from the folder ``/proc/<pid>`` of a process; if
-    that does not list its threads, only the main thread's. Threads that have ended are left out."""
+    """The mask of each thread, by its id, from a process's folder ``/proc/<pid>``; if that does not
+    list its threads, only the main thread's. Threads that have ended are left out."""
     folders = dict(numbered(process / "task", "")) or {0: process}
     lines = {
         tid: re.search(r"^Cpus_allowed_list:(.*)$", read_text(folder / "status") or "", re.M)
@@ -195,23 +188,18 @@ MAX_PASSES = 20
 
 
 def own_masks() -> dict[int, frozenset[int]]:
-    """Return the mask of each thread of this process, by its id, as the kernel reports them."""
+    """The mask of each thread of this process, by its id."""
     return thread_masks(Path("/proc/self"))
 
 
 def outside(cpus: Collection[int]) -> dict[int, frozenset[int]]:
-    """Return the threads of this process that may run on CPUs outside ``cpus``."""
+    """The threads of this process that may run outside ``cpus``."""
     return {tid: mask for tid, mask in own_masks().items() if not mask <= frozenset(cpus)}
 
 
 def confine(cpus: Collection[int]) -> None:
-    """Confine every thread of this process to ``cpus``.
-
-    A thread that is already bound to some of ``cpus`` keeps its mask. NCCL's threads, whose masks
-    differ from the main thread's, are moved too.
-
-    Args:
-        cpus: CPU numbers, at least one.
+    """Confine every thread of this process, NCCL's too, to ``cpus``, at least one. A thread that is
+    already bound to some of them keeps its mask.
 
     Raises:
         OSError: the kernel refused or does not report the threads' masks, or a thread is still
@@ -250,11 +238,8 @@ def _set_mask(tid: int, cpus: frozenset[int]) -> bool:
 
 
 def restore(saved: Mapping[int, frozenset[int]]) -> None:
-    """Restore every thread's saved mask; threads that started later get the main thread's.
-
-    If the kernel refuses a mask, because its CPUs have left the cpuset, the thread keeps its
-    present one.
-    """
+    """Restore every thread's saved mask; threads that started later get the main thread's. If the
+    kernel refuses one, because its CPUs have left the cpuset, the thread keeps its present one."""
     default = saved.get(os.getpid()) or frozenset().union(*saved.values())
     for _ in range(MAX_PASSES):
         changed = False
@@ -262,8 +247,7 @@ def restore(saved: Mapping[int, frozenset[int]]) -> None:
             wanted = saved.get(tid, default)
             if mask != wanted:
                 with suppress(OSError):
-                    # The kernel reduces a mask to the cpuset. Do not count that as a change:
-                    # repeating gains nothing.
+                    # no change if the kernel reduces it to the cpuset: repeating gains nothing
                     changed |= _set_mask(tid, wanted) and os.sched_getaffinity(tid) == wanted
         if not changed:
             return
@@ -272,26 +256,19 @@ def restore(saved: Mapping[int, frozenset[int]]) -> None:
 @dataclass(frozen=True)
 class WorkerPlacement:
     """CPUs of a process that runs one thread per CPU. Its memory is where its threads touch it
-    first."""
+    first; if the CPUs span several memory nodes, each thread is pinned to its own CPU."""
 
     cpus: frozenset[int]
     pin_each_thread: bool = False
-    """Whether each thread is pinned to its own CPU: if the CPUs span several memory nodes, so that
-    a thread stays near the pages that it touched first."""
 
     @property
     def threads(self) -> int:
-        """Number of threads: one per CPU."""
         return max(1, len(self.cpus))
 
     def bind_process(self) -> str | None:
         """Bind every thread of the calling process to the CPUs, and have OpenMP runtimes that are
-        loaded later start one thread per CPU. The kernel pins its own threads.
-
-        Returns:
-            A message for the parent to log if binding failed; else None. The thread count is set in
-            either case.
-        """
+        loaded later start one thread per CPU. The kernel pins its own threads. Return a message for
+        the parent to log if binding failed; the thread count is set anyway."""
         for name in OMP_BINDING_VARIABLES:
             os.environ.pop(name, None)
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(self.cpus)))

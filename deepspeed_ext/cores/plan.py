@@ -43,16 +43,14 @@ Usable = Mapping[Core, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts about one rank of the host."""
+    """Facts about one rank of the host: the CPUs that the user or scheduler allows, its
+    accelerator's NUMA node (None: unknown), and the CPU quotas of its control group and of that's
+    ancestors, each shared by the ranks in the group."""
 
     local_rank: int
     allowed: frozenset[int]
-    """CPUs that the user or scheduler allows; the plan uses no others."""
     accelerator_node: int | None = None
-    """NUMA node of the rank's accelerator; None if unknown."""
     quotas: tuple[CpuQuota, ...] = ()
-    """CPU quotas of the rank's control group and its ancestors. The ranks in a group share its
-    quota."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +94,16 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The CPUs of every rank of one host."""
+    """The CPUs of the ranks of one host; local ranks that stay unbound, as a warning says why; and
+    allowed CPUs of unused cores (not unused hardware threads of used ones)."""
 
     ranks: tuple[RankPlan, ...]
     unbound: tuple[int, ...] = ()
-    """Local ranks that are not in `ranks`; a warning says why."""
     idle: tuple[int, ...] = ()
-    """Allowed CPUs of unused cores; unused hardware threads of used cores are not included."""
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """Return the plan as ``deepspeed-ext plan --json`` prints it."""
+        """The plan as ``deepspeed-ext plan --json`` prints it."""
         names = ("local_rank", "pytorch", "optimizer", "numa_node", "flags")
         ranks = [{name: getattr(rank, name) for name in names} for rank in self.ranks]
         return {"ranks": ranks, "idle": self.idle, "warnings": self.warnings}
@@ -218,13 +215,8 @@ class _HostPlanner:
         places: Sequence[Sequence[int]],
         held: Sequence[Sequence[Core]],
     ) -> list[list[int]]:
-        """Return the ranks of each place, as indices of ``homes``.
-
-        Args:
-            homes: node nearest to each rank's accelerator; None if that is unknown.
-            places: nodes of each place.
-            held: cores of each place.
-        """
+        """The ranks of each place, as indices of ``homes``: the node nearest to each rank's
+        accelerator. ``places`` are their nodes, and ``held`` their cores."""
         indices = range(len(places))
         wanted = Counter(index for index in indices for home in homes if home in places[index])
         seats: Counter[int] = Counter()
@@ -386,8 +378,7 @@ def split_cores(
 
 
 def within_quota(total: int, quota_cores: float | None) -> int:
-    """Reduce a rank's ``total`` cores to what its share of a CPU quota can keep busy, but not below
-    two."""
+    """A rank's ``total`` cores, or as many, at least two, as its share of a quota can keep busy."""
     return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))
 
 
@@ -397,14 +388,8 @@ def unbound_threads(
     *,
     on_cpu: bool = False,
 ) -> int:
-    """Return the number of threads for an unbound optimizer process: as many as a plan would give
-    it cores, at least 1.
-
-    Args:
-        reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
-        local_ranks: number of ranks on this host, which share its cores evenly.
-        on_cpu: the CPU is the accelerator.
-    """
+    """The threads of an unbound optimizer process: as many as a plan would give it cores, with the
+    arguments of `split_cores`. The `local_ranks` of this host share its cores evenly."""
     sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
     rank_cores = within_quota(
         max(1, _count_cores() // sharers), None if quota is None else quota / sharers
@@ -414,8 +399,7 @@ def unbound_threads(
 
 
 def _count_cores() -> int:
-    """Count the physical cores that a plan could use; CPUs if the host does not describe its
-    cores."""
+    """The physical cores that a plan could use; CPUs if the host does not describe its cores."""
     try:
         topology = read_topology()
         return len(usable_cores(topology, find_allowed(topology)[0]))
@@ -426,14 +410,8 @@ def _count_cores() -> int:
 def read_host(
     root: Path | str = "/", number: int | None = None
 ) -> tuple[Topology, tuple[RankFacts, ...], tuple[str, ...]]:
-    """Read the host below ``root`` for local ranks that may all use this process's CPUs.
-
-    Args:
-        root: directory that holds ``sys`` and ``proc``.
-        number: of ranks; None: one for each NVIDIA GPU, or one without.
-
-    Returns:
-        The arguments of `plan_host`, and warnings.
+    """The host below ``root``, and `number` local ranks that may all use this process's CPUs (None:
+    one for each NVIDIA GPU, or one without), for `plan_host`; and warnings.
 
     Raises:
         ConfigError: DSEXT_ALLOWED_CPUS contradicts the host.

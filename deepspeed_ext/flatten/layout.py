@@ -51,8 +51,6 @@ class GroupLayout:
     Attributes:
         segments: the parameters in buffer order (after any round-robin reordering).
         numel: elements of the flat buffer, including padding; a multiple of the number of ranks.
-        dtype: dtype of the flat buffer.
-        device: device of the parameters and of the flat buffer.
     """
 
     segments: tuple[Segment, ...]
@@ -64,11 +62,8 @@ class GroupLayout:
     def of(
         cls, parameters: Sequence[torch.Tensor], paddings: Sequence[int], alignment: int
     ) -> GroupLayout:
-        """Lay out `parameters` in order, each followed by its padding; pad the whole to a multiple
-        of `alignment`.
-
-        All sizes are in elements.
-        """
+        """Lay out `parameters` in order, each followed by its padding, in elements; pad all to a
+        multiple of `alignment`."""
         segments, offset = [], 0
         for parameter, padding in zip(parameters, paddings, strict=True):
             segments.append(Segment(parameter, parameter.shape, offset, parameter.numel()))
@@ -83,8 +78,7 @@ class GroupLayout:
         return self.numel * self.dtype.itemsize
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the parts of the parameters within ``flat[start:stop]``, in order; gaps between
-        them are padding."""
+        """The parts of the parameters within ``flat[start:stop]``; gaps are padding."""
         before = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
         for index in range(max(0, before), len(self.segments)):
             segment = self.segments[index]

@@ -44,12 +44,7 @@ class FlattenFacts:
 
 @dataclass(frozen=True)
 class FlattenPlan:
-    """The decision for one parameter group.
-
-    Attributes:
-        tier: where the flat buffer is built.
-        required_bytes: accelerator memory that the tier needs in addition to the parameters.
-    """
+    """The decision for one parameter group; see `required_bytes`."""
 
     tier: FlattenTier
     required_bytes: int
@@ -63,7 +58,7 @@ def flat_numel(numel: int, alignment: int) -> int:
 
 
 def required_bytes(tier: FlattenTier, facts: FlattenFacts) -> int:
-    """Return the accelerator memory in bytes that `tier` needs in addition to the parameters."""
+    """Bytes of accelerator memory that `tier` needs beside the parameters."""
     return {
         "accelerator": facts.buffer_bytes,
         "distributed": -(-facts.buffer_bytes // facts.ranks),
@@ -80,8 +75,6 @@ def choose_tier(
     """Choose the first tier that fits, or check the one that the user forces.
 
     Args:
-        facts: sizes and free memory, equal on every rank.
-        forced: the config's ``flatten_tier``; None: choose.
         reserve_fraction: fraction of total memory that a chosen tier must leave free.
         failed: tiers that have already run out of memory.
 

@@ -45,8 +45,7 @@ class Staging:
             self._chunks = [allocation.host_empty(size, self._dtype, pin=True) for _ in range(2)]
 
     def _parts(self, numel: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Divide a transfer into parts: (index of the chunk, first element, chunk cut to the part's
-        length)."""
+        """A transfer's parts: index of the chunk, first element, and chunk cut to the length."""
         self.reserve(numel)
         step = self._chunks[0].numel()
         starts = range(0, numel, step)
@@ -56,8 +55,7 @@ class Staging:
         ]
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `source` (1-D, accelerator) into `target` (1-D, host; converted if its dtype
-        differs)."""
+        """Copy `source` (1-D, accelerator) into `target` (1-D, host, any dtype)."""
         self.pack_to_host(
             lambda out, start: out.copy_(source[start : start + out.numel()], non_blocking=True),
             target,

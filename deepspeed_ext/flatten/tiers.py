@@ -36,14 +36,8 @@ from deepspeed_ext.runtime.timing import in_profile
 
 @dataclass(frozen=True)
 class Flattener:
-    """Builds the flat buffers of an optimizer's parameter groups.
-
-    Attributes:
-        forced: the config's ``flatten_tier``; None: choose.
-        reserve_fraction: the config's ``flatten_reserve_fraction``, a fraction of the accelerator's
-            total memory.
-        bucket_numel: maximum number of elements per broadcast (``allgather_bucket_size``).
-    """
+    """Builds the flat buffers of an optimizer's parameter groups, by the config's ``flatten_tier``
+    and ``flatten_reserve_fraction``, with at most `bucket_numel` elements per broadcast."""
 
     forced: FlattenTier | None
     reserve_fraction: float
@@ -52,16 +46,8 @@ class Flattener:
     def flatten(
         self, layout: GroupLayout, ranks: RankGroup, group_index: int
     ) -> tuple[torch.Tensor, FlattenPlan]:
-        """Build the flat buffer of one group; the caller makes the parameters views of it. A
-        collective.
-
-        Args:
-            layout: the group's parameters and their positions in the buffer.
-            group_index: number of the group, for messages.
-
-        Returns:
-            The buffer (1-D, the layout's dtype and device) and the plan that built it, the same on
-            every rank.
+        """Build the flat buffer of one group, 1-D; return it with the plan that built it, the same
+        on every rank. The caller makes the parameters views of it. A collective.
 
         Raises:
             ConfigError: the forced tier cannot work.
@@ -120,13 +106,9 @@ def _packed(layout: GroupLayout) -> torch.Tensor:
 def from_slices(
     layout: GroupLayout, ranks: RankGroup, bucket_numel: int, *, on_host: bool
 ) -> torch.Tensor | None:
-    """Pack only this rank's slice, free the parameters, and exchange the slices inside the flat
-    buffer.
-
-    Args:
-        layout: the group; its parameters must be equal on all ranks.
-        on_host: whether the slice is on the host meanwhile. It then needs no accelerator memory,
-            but the slice and two chunks of host memory.
+    """Pack only this rank's slice, free the parameters, which must be equal on all ranks, and
+    exchange the slices inside the flat buffer. `on_host`: the slice needs no accelerator memory
+    meanwhile, but the slice and two chunks of host memory.
 
     Returns:
         The flat buffer, 1-D on the parameters' device; None if a slice or the flat buffer does not
@@ -201,13 +183,8 @@ def _flat_with_own_slice(
 
 
 Exchange: TypeAlias = Callable[[torch.Tensor, RankGroup, int], None]
-"""Copies every rank's slice of `flat` to all other ranks, in place. A collective.
-
-Args:
-    flat: flat buffer; 1-D, on the ranks' device, its length a multiple of the number of ranks.
-    ranks: the ranks, each with its own slice filled in.
-    bucket_numel: maximum number of elements per broadcast.
-"""
+"""Copies every rank's slice of a flat buffer (1-D, a multiple of the ranks) to all other ranks, in
+place, with at most so many elements per broadcast. A collective."""
 
 
 def exchange_of(ranks: RankGroup) -> Exchange:
@@ -247,11 +224,7 @@ def restore_parameters(layout: GroupLayout, ranks: RankGroup, values: torch.Tens
     """Allocate storage for every parameter and fill it from the ranks' slices. A collective.
 
     If accelerator memory no longer suffices, because something else has taken it, the remaining
-    parameters go to host memory, with a warning.
-
-    Args:
-        ranks: the ranks, each of which holds a slice.
-        values: this rank's slice of the flat buffer; 1-D, on the accelerator or the host.
+    parameters go to host memory, with a warning. `values` is this rank's slice, 1-D.
 
     Raises:
         OutOfMemoryError: on every rank, if a parameter of any rank fits nowhere; the values are

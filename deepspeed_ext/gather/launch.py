@@ -47,13 +47,9 @@ def can_group(ranks: RankGroup) -> bool:
 def gather_singles(
     pending: Sequence[PendingParameter], ranks: RankGroup, grouped: bool
 ) -> list[Any]:
-    """Start to gather every partition directly into its parameter's own storage; do not wait, which
-    each of the results can.
-
-    Args:
-        pending: the parameters, in the same order on every rank.
-        grouped: use one launch for all; requires `can_group`.
-    """
+    """Start to gather every partition directly into its parameter's own storage, in the same order
+    on every rank; do not wait, which each of the results can. `grouped`: in one launch, which
+    requires `can_group`."""
     pairs = [_output_and_input(each, ranks) for each in pending]
     # a parameter may be empty
     pairs = [(output, part) for output, part in pairs if output.numel() > 0]
@@ -93,10 +89,7 @@ def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> An
     An all-gather would interleave the parameters rank by rank, and separating them would need a
     second copy. Instead, every rank copies its parts to their final positions in a zeroed bucket,
     and an all-reduce adds the buckets as integers. Each element is x on one rank and 0 on the
-    others, so every bit of x arrives, also for -0.0 and NaN.
-
-    Args:
-        pending: the parameters, in the same order on every rank; dtypes may differ.
+    others, so every bit of x arrives, also for -0.0 and NaN. Dtypes may differ.
     """
     offsets = [0]
     for each in pending:

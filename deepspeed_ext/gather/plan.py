@@ -33,14 +33,12 @@ class GatherMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """Facts about one parameter."""
+    """Facts about one parameter: DeepSpeed's ``ds_id``, the same on every rank, in the order of
+    construction; elements without padding; and the ranks that it is partitioned over."""
 
     parameter_id: int
-    """DeepSpeed's ``ds_id``: the same on every rank, in the order of construction."""
     numel: int
-    """Elements of the whole parameter, without padding."""
     num_ranks: int
-    """Number of ranks that the parameter is partitioned over."""
     is_quantized: bool = False
     is_on_nvme: bool = False
 
@@ -99,11 +97,7 @@ class GatherPlan:
 
     def _pack(self, small: list[int]) -> list[tuple[int, ...]]:
         """Divide small parameters, in order, into buckets of ``min_numel`` to less than twice as
-        many elements.
-
-        That is large enough to be worth a collective, and small enough that the shared storage is
-        soon freed.
-        """
+        many elements: worth a collective, and shared storage is soon freed."""
         buckets: list[tuple[int, ...]] = []
         open_bucket: list[int] = []
         numel = 0
@@ -128,11 +122,7 @@ class GatherPlan:
 
 
 def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherPlan:
-    """Decide every parameter's mode.
-
-    Args:
-        min_numel: parameters with fewer elements share buckets; 0: none does.
-    """
+    """Decide every parameter's mode; those with fewer than `min_numel` elements share buckets."""
     facts = sorted(parameters, key=lambda parameter: parameter.parameter_id)
     numels = {each.parameter_id: each.numel for each in facts}
     found = {each.parameter_id: _reason_for_upstream(each) for each in facts}

@@ -22,18 +22,17 @@ SHARED_MEMORY = "train without the zenflow section and without offload_optimizer
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, from the launcher's environment variable."""
+    """This rank's number on its host, from the launcher's environment variable."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this host, from the launcher's environment variables."""
+    """The number of ranks on this host, from the launcher's environment variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def group_timeout_seconds(group: Any) -> float:
-    """Return the timeout of collectives of `group` (None: all ranks); infinite if the backend
-    reports none."""
+    """The timeout of `group` (None: all ranks); infinite if the backend reports none."""
     group = torch.distributed.group.WORLD if group is None else group
     try:
         backend = group._get_backend(torch.device(get_accelerator().current_device_name()))

@@ -94,12 +94,8 @@ def rename(source: str, target: str) -> None:
 
 
 def replace_file(path: str, content: str) -> None:
-    """Write a small text file. At any time, even after a crash, `path` has the whole old or the
-    whole new content.
-
-    If several processes write it at the same time, it has the content of one of them. A crash may
-    leave a temporary file beside it.
-    """
+    """Write a small text file. At any time, even after a crash, which may leave a temporary file
+    beside it, `path` has the whole old or a whole new content, also if several processes write."""
     aside = beside(path, uuid.uuid4().hex)
     try:
         with open(aside, "w", encoding="utf-8") as file:
@@ -149,10 +145,7 @@ def operator_folder() -> Path:
 def abandoned_locks() -> list[tuple[Path, float]]:
     """Locks of DeepSpeed's operators that are older than a minute, with their age in seconds: torch
     up to 2.13 waits for them forever, silently. One may belong to a long build that still runs.
-
-    Empty if the folder cannot be read, and from torch 2.14 on, which locks the file itself: it
-    stays after every build and blocks nothing.
-    """
+    None from torch 2.14 on, which locks the file itself: it stays after every build."""
     from torch.utils import cpp_extension  # slow to import
 
     found = []

@@ -39,8 +39,7 @@ FIRST_PORT, PORTS, TORCHS_PORT = 20_000, 10_000, 29_500
 
 
 class LaunchPlan(NamedTuple):
-    """The launcher that started this process, if any, and the variables that its environment
-    lacks."""
+    """The launcher that started this process, if any, and the variables that are missing."""
 
     launcher: str | None
     variables: Mapping[str, str]

@@ -33,8 +33,7 @@ _REFUSALS = (
 
 
 def free_accelerator_bytes() -> int:
-    """Return the bytes of accelerator memory that this process can allocate now on its current
-    device."""
+    """The bytes that this process can allocate now on its current device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return available_host_bytes() // local_world_size()
@@ -46,8 +45,8 @@ def free_accelerator_bytes() -> int:
 
 
 def unused_accelerator_bytes() -> int:
-    """Return the bytes of accelerator memory that were free at this process's peak so far; 0 on the
-    CPU accelerator, where they are not known."""
+    """The bytes of accelerator memory that were free at this process's peak so far; on the CPU 0,
+    because they are not known."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return 0
@@ -56,8 +55,7 @@ def unused_accelerator_bytes() -> int:
 
 
 def total_accelerator_bytes() -> int:
-    """Return the total bytes of memory of the current device; on the CPU accelerator, this rank's
-    share."""
+    """The bytes of memory of the current device; on the CPU accelerator, this rank's share."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return total_host_bytes() // local_world_size()
@@ -66,11 +64,8 @@ def total_accelerator_bytes() -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is a failed allocation, on an accelerator or on the host, page-locked or not.
-
-    Errors of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked
-    memory, are recognised by their text: torch has no type for them, or one type for all of the
-    runtime's errors.
-    """
+    For errors of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked
+    memory, torch has no type of their own, so their text is read."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -87,15 +82,10 @@ def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> t
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, with `pin`
-    page-locked if possible.
-
-    No pageable copy is made. If page-locking fails, which happens long before the host is full, the
-    tensor is pageable, with one warning: copies are then slower and synchronous.
-    """
+    page-locked. If that fails, which happens long before the host is full, the tensor is pageable,
+    with one warning: copies are then slower and synchronous."""
     buffer = _page_locked(numel, dtype) if pin else None
-    if buffer is None:
-        buffer = torch.empty(numel, dtype=dtype, device="cpu")
-    return buffer
+    return torch.empty(numel, dtype=dtype, device="cpu") if buffer is None else buffer
 
 
 def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -120,14 +110,8 @@ def can_page_lock() -> bool:
 
 
 def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:
-    """Call `attempt`, which must contain no collective, on every rank. A collective.
-
-    Args:
-        name: of the range ``deepspeed_ext.<name>`` in profiles.
-        attempt: this rank's work.
-
-    Returns:
-        The result of `attempt`; None on all ranks if any rank ran out of memory.
+    """Call `attempt`, which must contain no collective, on every rank, in a profile's range `name`.
+    Return its result; None on all ranks if any rank ran out of memory. A collective.
 
     Raises:
         DeepSpeedExtError: on every rank, if `attempt` raised another error on any rank.

@@ -21,8 +21,8 @@ _ITEM = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def read_text(path: Path) -> str | None:
-    """Return the stripped content of a file; None if it cannot be read. Bytes that are not UTF-8
-    become replacement characters."""
+    """The stripped content of a file, in replacement characters where it is not UTF-8; None if it
+    cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except (OSError, ValueError):  # some sysfs files fail with EIO
@@ -46,8 +46,7 @@ def read_cpus(path: Path) -> frozenset[int] | None:
 
 
 def numbered(directory: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Yield (number, path) of each entry ``<prefix><number>``, by number; nothing if ``directory``
-    cannot be listed."""
+    """Number and path of each entry ``<prefix><number>``, by number."""
     try:
         names = os.listdir(directory)
     except OSError:
@@ -57,11 +56,7 @@ def numbered(directory: Path, prefix: str) -> Iterator[tuple[int, Path]]:
 
 
 def host_id(root: Path | str = "/") -> str:
-    """Return a text that the processes of one host share: the kernel's boot id, or the host's name.
-
-    Args:
-        root: folder that holds ``proc``.
-    """
+    """A text that the processes of one host share: the kernel's boot id, or the host's name."""
     return read_text(Path(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
@@ -104,12 +99,10 @@ def format_cpulist(cpus: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class CpuQuota:
-    """A limit on the CPU time of a control group, shared by all groups below it."""
+    """A limit on the CPU time, in seconds per second, of a control group and all those below it."""
 
     group: str
-    """Identifies the group on its host."""
     cores: float
-    """CPU seconds per second."""
 
 
 def own_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -145,8 +138,7 @@ def _identify(group: Path) -> str:
 
 
 def read_cpu_quotas(root: Path | str = "/") -> tuple[CpuQuota, ...]:
-    """Return every CPU quota from this process's group up to the root; other processes may share
-    any of them."""
+    """Every CPU quota from this process's group up to the root; other processes may share it."""
     quotas: dict[str, float] = {}
     for group in own_groups(Path(root), "cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -160,34 +152,25 @@ def read_cpu_quotas(root: Path | str = "/") -> tuple[CpuQuota, ...]:
 
 
 def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
-    """Return the tightest CPU quota from this process's group up to the root, in cores; None if
-    there is no quota."""
+    """The tightest of `read_cpu_quotas`, in cores."""
     return min((quota.cores for quota in read_cpu_quotas(root)), default=None)
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that this process could use if nothing else ran."""
+    """The bytes of host memory that this process could use if nothing else ran."""
     limits = (limit for _, limit, _ in _memory_limits(root))
     return min([_memory_info(root, "MemTotal"), *limits])
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that this process can allocate without swapping and within
-    its control groups.
-
-    Args:
-        root: directory that holds ``proc`` and ``sys``; tests supply their own.
-    """
+    """The bytes of host memory that this process can allocate without swapping and within its
+    control groups."""
     return max(0, min(available_by_limit(root).values()))
 
 
 def available_by_limit(root: Path = Path("/")) -> dict[str, int]:
-    """Return the bytes still available on the machine, and under the limit of each of this
-    process's control groups.
-
-    The keys are equal in processes of one host that share the limit: ``machine``, and a text that
-    identifies the group.
-    """
+    """The bytes still available on the ``machine``, and under the limit of each of this process's
+    control groups, by a text that is equal in processes that share the limit."""
     groups = {
         _identify(group): limit - use + min(use, _reclaimable(group / "memory.stat"))
         for group, limit, use in _memory_limits(root)
@@ -208,17 +191,16 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def _reclaimable(path: Path) -> int:
-    """Return the bytes of page cache that the kernel drops before it refuses an allocation."""
+    """The bytes of page cache that the kernel drops before it refuses an allocation."""
     fields = dict(line.partition(" ")[::2] for line in (read_text(path) or "").splitlines())
     return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
 
 
 def _memory_info(root: Path, name: str) -> int:
-    """Return a line of /proc/meminfo in bytes; psutil's number on a system without it."""
+    """A line of /proc/meminfo in bytes; psutil's number on a system without it."""
     text = read_text(root / "proc/meminfo") or ""
-    kib = dict(line.partition(":")[::2] for line in text.splitlines()).get(name, "").split()
-    if kib:
-        return int(kib[0]) << 10
+    if found := re.search(rf"^{name}: +(\d+) kB$", text, re.M):
+        return int(found[1]) << 10
     import psutil
 
     memory = psutil.virtual_memory()

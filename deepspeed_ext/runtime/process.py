@@ -27,28 +27,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``main()`` of a module of this copy of the package.
-
-    Args:
-        arguments: the module's ``sys.argv[1:]``.
-    """
+    """The command that runs ``main()`` of a module of this copy of the package; `arguments` are its
+    ``sys.argv[1:]``."""
     return [sys.executable, str(START_PROCESS), module, *arguments]
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends.
-
-    The thread may already have ended; the caller checks this afterwards.
-    """
+    """Let the kernel kill this process when the thread that started it ends. It may have ended
+    before; the caller checks this afterwards."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a signal handler that is a function or method has raised `error`.
-
-    A handler may raise anything, at any moment. Code that catches a connection's `TimeoutError`,
-    for instance, could catch a handler's.
-    """
+    """Whether a signal handler that is a function or method has raised `error`: code that catches a
+    connection's `TimeoutError`, for instance, could catch a handler's."""
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = {
         handler.__code__ for handler in handlers if isinstance(handler, (FunctionType, MethodType))
@@ -57,11 +49,7 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 class OwnProcess:
-    """The process that created this object.
-
-    Args:
-        what: the owner of this object, for messages.
-    """
+    """The process that created this object, `what` in messages."""
 
     def __init__(self, what: str) -> None:
         self._what = what

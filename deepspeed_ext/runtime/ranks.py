@@ -109,7 +109,7 @@ class RankGroup:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def minimum(self, *values: int) -> tuple[int, ...]:
-        """Return the elementwise minimum of `values` over the ranks. A collective."""
+        """The elementwise minimum of `values` over the ranks. A collective."""
         if self.size == 1:
             return values
         tensor = self._on_device(values)
@@ -127,8 +127,7 @@ class RankGroup:
         return low == -high
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's `tensor` in rank order, [ranks, ...]; all have one shape and dtype. A
-        collective."""
+        """The ranks' tensors, of one shape and dtype, in order, [ranks, ...]. A collective."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         found = tensor.new_empty(self.size, *tensor.shape)
@@ -145,18 +144,11 @@ class RankGroup:
         return values[0]
 
     def distinct(self, value: Any, most: int | None = None) -> list[tuple[Any, list[int]]]:
-        """Return the distinct values of the ranks, compared by their ``repr``, each with its ranks.
-        A collective.
+        """The distinct values of the ranks, compared by their ``repr``, each with its ranks, in the
+        order of the lowest; at most `most` of them. A collective.
 
-        The lowest rank with a value sends it, once; if all values are equal, ranks exchange only 16
-        bytes.
-
-        Args:
-            value: this rank's value, any object that pickles.
-            most: maximum number of values to return; further values and their ranks are left out.
-
-        Returns:
-            The values in the order of the lowest rank that has them.
+        The lowest rank with a value, any object that pickles, sends it, once; if all values are
+        equal, ranks exchange only 16 bytes.
         """
         if self.equal(value):
             return [(value, list(range(self.size)))]
@@ -166,11 +158,7 @@ class RankGroup:
         return [(self.broadcast(value, ranks[0]), ranks) for ranks in list(holders.values())[:most]]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order. A collective.
-
-        Args:
-            value: any object that pickles: keep it small.
-        """
+        """The values of all ranks, in order: small objects that pickle. A collective."""
         if self.size == 1:
             return [value]
         content = bytearray(pickle.dumps(value))
@@ -185,11 +173,8 @@ class RankGroup:
     def meet(self, what: str, within_seconds: float) -> bool:
         """Whether all ranks come here in time, so that a collective may follow which a rank could
         also be missing from. They meet at the process group's store, where the first to write
-        decides: all have come, or one has waited in vain. A rank may come again.
-
-        Args:
-            what: a name that no other meeting has; equal on all ranks.
-        """
+        decides: all have come, or one has waited in vain. A rank may come again. No other meeting
+        has the name `what`, which is equal on all ranks."""
         if self.size == 1:
             return True
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -231,9 +216,9 @@ def communicating_on_host(group: Any) -> RankGroup:
 
 
 def open_communicators(groups: Sequence[RankGroup]) -> None:
-    """Run a first collective on each of `groups`, because NCCL allocates a communicator's device
-    memory at its first use: free memory can then be measured. A collective of each group; every
-    rank passes its own groups in the same order. Does nothing on the CPU accelerator."""
+    """Run a first collective on each of `groups`, this rank's in an order that all share, because
+    NCCL allocates a communicator's device memory at its first use: free memory can then be
+    measured."""
     if get_accelerator().is_synchronized_device():
         return
     for group in groups:
@@ -294,7 +279,7 @@ def raise_together(
 
 
 def agreed(error: Failure, ranks: RankGroup) -> Failure:
-    """Return `error`, marked as raised on all `ranks`."""
+    """`error`, marked as raised on all `ranks`."""
     if isinstance(error, DeepSpeedExtError):
         error.agreed = ranks.size
     return error
@@ -314,7 +299,7 @@ def _told(
 
 
 def rank_list(members: list[int], ranks: RankGroup) -> str:
-    """Name `members` of `ranks` by their numbers among all ranks, such as ``ranks 0-511, 513``."""
+    """Names `members` of `ranks` by their numbers among all ranks, such as ``ranks 0-511, 513``."""
     numbers = format_cpulist(map(ranks.global_rank, members)).replace(",", ", ")
     return f"rank{'s' if len(members) > 1 else ''} {numbers}"
 
@@ -323,12 +308,8 @@ def rank_list(members: list[int], ranks: RankGroup) -> str:
 def together(
     ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankError
 ) -> Iterator[None]:
-    """Raise an error of the block on every rank; see `raise_together`. The end of the block is a
-    collective.
-
-    The block must contain no collective, unless an agreement of `ranks` comes directly before it:
-    if a rank failed before it, the others would wait.
-    """
+    """Raise an error of the block, whose end is a collective, on every rank; see `raise_together`.
+    For collectives inside it, see the module's docstring."""
     error = None
     try:
         yield
@@ -352,16 +333,10 @@ def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
 
 class DeferredError(AbstractContextManager[None]):
     """Keeps the first error of code that must not raise yet, because the other ranks continue to a
-    collective: of its blocks, behind which the code continues.
+    collective: of its blocks, behind which the code continues, as `convert` changes it.
 
     A class, because a signal handler may raise at any line: before a generator's ``yield``, that
     error would be kept and the block skipped.
-
-    Args:
-        convert: returns the error to keep in the place of one that a block raises.
-
-    Attributes:
-        error: the error; None if there is none.
     """
 
     def __init__(self, convert: Callable[[Exception], Exception] = lambda error: error) -> None:
@@ -399,10 +374,8 @@ def _number(value: Any) -> int:
 
 
 def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
-    """Compare `plan` over the ranks, by its ``repr``. A collective, which begins with an agreement.
-
-    Args:
-        what: purpose of the plan, for the message.
+    """Compare `plan`, made for `what`, over the ranks, by its ``repr``. A collective, which begins
+    with an agreement.
 
     Raises:
         PlanMismatchError: on every rank, with differing plans and their ranks.

@@ -18,10 +18,8 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 def in_profile(name: str) -> AbstractContextManager[Any]:
-    """Make the block a range ``deepspeed_ext.<name>`` of the running ``torch.profiler``.
-
-    Without a profiler it takes less than a microsecond; ``record_function`` would take 10 or more.
-    """
+    """Make the block a range ``deepspeed_ext.<name>`` of a running ``torch.profiler``. Without one
+    it takes less than a microsecond; ``record_function`` would take 10 or more."""
     return (
         record_function(f"deepspeed_ext.{name}")
         if torch.autograd._profiler_enabled()
@@ -52,8 +50,7 @@ class Stopwatch:
         self._laps: deque[list[tuple[Any, Any]]] = deque()
 
     def start(self, stream: Any = None) -> None:
-        """Begin a measurement, on `stream` (None: the current one) if it measures an
-        accelerator."""
+        """Begin a measurement, of an accelerator on `stream` (None: the current one)."""
         self._begin = _moment(stream)
 
     def stop(self, stream: Any = None) -> None:
@@ -72,13 +69,8 @@ class Stopwatch:
             self.stop(stream)
 
     def lap(self) -> list[float]:
-        """End a lap.
-
-        Returns:
-            Seconds measured in each finished lap that was not returned before, oldest first. A lap
-            on an accelerator is finished when its work is done, so it may be returned some laps
-            later.
-        """
+        """End a lap. Return the seconds of each finished lap that was not returned before, oldest
+        first. On an accelerator a lap is finished when its work is done, perhaps laps later."""
         self._laps.append(self._pairs)
         self._pairs, finished = [], []
         while self._laps:

@@ -44,11 +44,7 @@ def with_timeout(
     config: ZenFlowConfig, group_timeouts_seconds: Iterable[float] = ()
 ) -> ZenFlowConfig:
     """`config` with a default timeout that is lowered if the collectives in which other ranks wait
-    would time out first.
-
-    Args:
-        group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this
-            one; empty if there are no other ranks.
+    would time out first, after `group_timeouts_seconds`.
 
     Raises:
         ConfigError: the user's timeout is not below that of the collectives.
@@ -104,7 +100,6 @@ def start_optimizer(
     """Make this rank's plan, and build exactly that. A collective.
 
     Args:
-        optimizer: the user's Adam, AdamW or Lion.
         groups: index of the parameter group of each partition.
         weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p.
             They are written in place.
@@ -265,9 +260,6 @@ def mixed(pieces: Sequence[Piece], block_size: int) -> list[str]:
     With tensor parallelism a rank has shards of some parameters and copies of others. An element's
     estimate depends on the mean of v over its block. A block with elements of both kinds has a
     different mean on each rank, so the copies would silently diverge.
-
-    Args:
-        pieces: of one partition, in any order.
     """
 
     def ends(piece: Piece) -> set[int]:  # only these blocks may be shared with another piece

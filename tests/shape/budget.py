@@ -106,7 +106,7 @@ def words(files: list[Path], archive: bool) -> int:
 
 def fields() -> int:
     """Fields of the ``zenflow`` section."""
-    tree = ast.parse((ROOT / "deepspeed_ext" / "config" / "zenflow.py").read_text())
+    tree = ast.parse((ROOT / "deepspeed_ext" / "config" / "fields.py").read_text())
     (section,) = (
         node
         for node in tree.body

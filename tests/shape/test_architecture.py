@@ -247,5 +247,5 @@ def test_only_subclasses_of_deepspeeds_classes_take_any_keywords() -> None:
         "adapter.zero_config.Config",
         "adapter.zero_config.OffloadOptimizerSection",
         "adapter.zero_config.ZeroConfig",
-        "config.zenflow.ZenFlowConfig",  # whose DeepSpeed class drops "auto" in its constructor
+        "config.fields.ZenFlowConfig",  # whose DeepSpeed class drops "auto" in its constructor
     }

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from deepspeed_ext.adapter import contract
-from deepspeed_ext.adapter.contract import ASSIGNED, undecorated
+from deepspeed_ext.adapter import upstream
+from deepspeed_ext.adapter.upstream import ASSIGNED, undecorated
 
 
 def unassigned() -> list[str]:
     """One line for each member of the contract that DeepSpeed should assign and does not."""
     found = []
-    for owner_name, members in contract.expected().items():
+    for owner_name, members in upstream.expected().items():
         wanted = {name for name, form in members.items() if form == ASSIGNED}
-        missing = wanted - assigned_by(contract.found_at(owner_name), wanted) if wanted else set()
+        missing = wanted - assigned_by(upstream.found_at(owner_name), wanted) if wanted else set()
         found += [f"{owner_name}.{name} is not assigned anywhere" for name in sorted(missing)]
     return found
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.adapter import contract
-from deepspeed_ext.adapter.contract import ASSIGNED, EXISTS, PAGE, undecorated
+from deepspeed_ext.adapter import upstream
+from deepspeed_ext.adapter.upstream import ASSIGNED, EXISTS, PAGE, undecorated
 from tests.support.assigned import assigned_by
 
 ADAPTER = PAGE.parent
@@ -101,8 +101,8 @@ def touched() -> set[tuple[str, str]]:
 
 def form_of(place: str, name: str, before: str) -> str:
     """The form of a member of the installed DeepSpeed; `before`, if that still fits."""
-    owner = contract.found_at(place)
-    if before and not contract.difference(owner, name, before.partition(" since ")[0]):
+    owner = upstream.found_at(place)
+    if before and not upstream.difference(owner, name, before.partition(" since ")[0]):
         return before
     member = inspect.getattr_static(owner, name, None)
     if member is None or name in getattr(owner, "__annotations__", {}):
@@ -130,7 +130,7 @@ def written() -> dict[str, dict[str, str]]:
 
 def bases_of(place: str) -> list[str]:
     """The places of a class's base classes in DeepSpeed."""
-    owner = contract.found_at(place)
+    owner = upstream.found_at(place)
     bases = owner.__mro__[1:] if inspect.isclass(owner) else ()
     return [f"{each.__module__}:{each.__name__}" for each in bases]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.contract import release
+from deepspeed_ext.adapter.upstream import release
 
 __all__ = ["await_every_gather"]
 

@@ -59,16 +59,9 @@ pass, 73 % of it on the host, made 307 ms of 258 (gpu_h200_default.json)."""
 
 @dataclass(frozen=True)
 class Question:
-    """What to train, and on which machine.
-
-    Attributes:
-        shape: the model's.
-        model: its parameters.
-        tokens: tokens per GPU and optimizer step.
-        sequence: tokens of a GPU in the smallest micro-step; a step may be one micro-step, too.
-        recomputed: activations are recomputed in backward.
-        fused_loss: the loss makes no logits of all tokens at once (Liger's kernel).
-    """
+    """What to train, and on which machine: tokens per GPU and optimizer step, and in a sequence,
+    the smallest micro-step; whether activations are recomputed in backward, and whether the loss
+    makes no logits of all tokens at once (Liger's kernel)."""
 
     shape: Shape
     model: Model
@@ -133,7 +126,6 @@ class Fit:
 
     @property
     def setup(self) -> Setup:
-        """The settings of the run."""
         return self.plan.setup
 
     @property
@@ -153,7 +145,6 @@ class Fit:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a whole step."""
         return self.question.compute + self.waits
 
     @cached_property
@@ -264,8 +255,7 @@ _COLUMNS = ("GPU GiB", "host GiB", "step s", "waits s")
 
 
 def run_from_cli(arguments: Any) -> str:
-    """Return the report for the parsed arguments, after writing the suggested config if ``--write``
-    asks for it.
+    """The report for the parsed arguments; writes the suggested config if ``--write`` asks for it.
 
     Raises:
         ConfigError: arguments or config contradict each other.
@@ -340,13 +330,8 @@ def _question(arguments: Any, shape: Any, model: Model) -> Question:
 
 
 def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> str:
-    """The report.
-
-    Args:
-        found: every way to answer one question, or the one that a config names.
-        notes: remarks on the model.
-        all_ways: a line for each way, instead of one for the best with each kind of moments.
-    """
+    """The report on every way to answer one question, or the one that a config names, with a line
+    for each way or for the best of each kind."""
     question = found[0].question
     model, machine = question.model, question.machine
     shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)

@@ -31,13 +31,8 @@ def known() -> dict[str, Any]:
 
 
 class Model(NamedTuple):
-    """The trainable parameters, as one parameter group.
-
-    Attributes:
-        params: elements of all parameters.
-        largest: elements of the largest one, as a rule the embedding.
-        dtype: dtype of the weights on the accelerator.
-    """
+    """The trainable parameters, as one parameter group: elements of all, and of the largest one, as
+    a rule the embedding; and the dtype of the weights on the accelerator."""
 
     params: int
     largest: int
@@ -141,10 +136,8 @@ def typical(params: int) -> Shape:
 
 
 def read_shape(name: str) -> tuple[Shape, list[str]]:
-    """A model's shape, and notes on it.
-
-    Args:
-        name: one of `known`'s, or the path of a ``config.json`` or of a folder with one.
+    """The shape of a model of `known`'s, or of the ``config.json`` at a path or in the folder
+    there; and notes on it.
 
     Raises:
         ConfigError: there is no such file, or it describes no decoder.
@@ -241,7 +234,7 @@ class Machine:
 
     @property
     def host_of_rank(self) -> float:
-        """Bytes per second of a host's memory for each of its ranks."""
+        """`host` for each of its ranks."""
         return min(self.host / self.per_host, self.of_rank)
 
 
@@ -253,13 +246,8 @@ def machine_of(
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
 ) -> Machine:
-    """A machine with the speeds of a named card and host.
-
-    Args:
-        card: a name of `known`, whose memory counts if no `gpu_bytes` are given; None: the speeds
-            of the smallest card with so many bytes, or of an H100.
-        host: a name of `known`; None: the card's usual one.
-    """
+    """A machine with the speeds of a card and a host of `known`. The card's memory counts if no
+    `gpu_bytes` are given; without a name, it is the smallest with so many bytes, or an H100."""
     cards = known()["cards"]
     names = sorted(cards, key=lambda name: (cards[name]["gib"], cards[name]["tflops"]))
     fitting = [n for n in names if cards[n]["gib"] * GIB >= (gpu_bytes or 0) and n != "rtx3090"]

@@ -37,12 +37,7 @@ PLACES = (Place.ACCELERATOR, Place.HOST)
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one run.
-
-    Attributes:
-        model, machine, setup: what is planned.
-        zenflow: ZenFlow's plan; None: DeepSpeed's own optimizer steps.
-    """
+    """Bytes of one run, with ZenFlow's plan if DeepSpeed's own optimizer does not step."""
 
     model: Model
     machine: Machine
@@ -124,11 +119,7 @@ def _here(nbytes: int, kind: str = "buffers", *, locks: bool = False) -> Part:
 
 
 class Zero:
-    """DeepSpeed's ZeRO optimizer of one rank: a `phases.Holder`.
-
-    Args:
-        is_first: whether this is the job's first rank, which alone writes the module.
-    """
+    """DeepSpeed's ZeRO optimizer of one rank, a `Holder`. Only the first one writes the module."""
 
     def __init__(self, planned: MemoryPlan, *, is_first: bool) -> None:
         model, setup, plan = planned.model, planned.setup, planned.zenflow

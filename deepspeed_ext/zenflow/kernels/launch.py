@@ -45,8 +45,7 @@ _given_up: dict[str, str] = {}
 
 
 def variants() -> frozenset[Variant]:
-    """The variants that this process has launched so far; each is compiled once, at its first
-    launch."""
+    """The variants that this process has launched so far."""
     return frozenset(_variants)
 
 
@@ -106,8 +105,7 @@ def _run(
     block_size: int,
     written: Sequence[torch.Tensor],
 ) -> None:
-    """Launch a kernel on `arrays`, 1-D [n], on the current stream, and tell autograd what it
-    writes."""
+    """Launch a kernel on `arrays`, 1-D [n]; tell autograd what it writes."""
     n, device = arrays[0].numel(), arrays[0].device
     if n == 0:
         return
@@ -205,7 +203,6 @@ def adam_step(
         state: p, fp32 [k, block_size], one row per block; m and v of that shape, fp32, bfloat16, or
             codes (int8 and uint8); then the scales of codes, uint8 [k] each.
         grad, weights: [k, block_size], any float dtype, on their device.
-        step: the step's constants.
     """
     p, m, v, *scales = state
     block_size, flat = p.shape[1], [array.view(-1) for array in (p, m, v, grad, weights)]
@@ -224,13 +221,10 @@ def adam_step(
 def prepare(
     device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool
 ) -> None:
-    """Compile a run's kernels while its engine is built, so that no step has to.
-
-    If one does not compile, this process uses torch operations for everything.
+    """Compile a run's kernels while its engine is built, so that no step has to. If one does not
+    compile, this process uses torch operations for everything.
 
     Args:
-        device: where the weights are.
-        block_size: elements per block.
         calls: each launches one variant of a kernel on small arrays.
         warns: whether this rank logs why there are no kernels, on devices that should have them.
     """

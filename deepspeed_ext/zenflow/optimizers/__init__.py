@@ -29,9 +29,6 @@ arguments, one that holds hyperparameters and state but needs no compiled operat
 def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> OptimizerKind:
     """The user's optimizer, as ZenFlow runs it.
 
-    Args:
-        config: the section: the update rule in use and the dtype of the moments.
-
     Raises:
         ConfigError: ZenFlow does not run it at all, or not with this rule or dtype.
     """
@@ -50,8 +47,7 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
         )
     if not config.keeps_exact_moments and kind is not AdamKind:
         raise ConfigError(
-            f"zero_optimization.zenflow.state_dtype with {name}: only "
-            "Adam's and AdamW's moments can be rounded; Lion keeps one moment, which saves 4 bytes "
-            "per parameter. Remove the field"
+            f"zero_optimization.zenflow.state_dtype with {name}: only Adam's and AdamW's moments "
+            "can be rounded. Remove the field"
         )
     return kind(optimizer, config)

@@ -59,11 +59,8 @@ class OptimizerKind(ABC):
     def require_steppable(
         self, *, predicts: bool, groups: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Check the hyperparameters before a step, because a script may have changed them.
-
-        Args:
-            predicts: whether weights are predicted.
-            groups: parameter groups that a load would bring; None: those of the optimizer.
+        """Check the hyperparameters, which a script may have changed, or those of `groups` that a
+        load would bring, for steps with or without prediction.
 
         Raises:
             ConfigError: a parameter group has a setting with which the worker cannot step.
@@ -86,7 +83,7 @@ class OptimizerKind(ABC):
                 raise ConfigError(f"{place} has {name} = {value}, expected a finite number")
 
     def step(self, group: int, number: int, grad_scale: float) -> Any:
-        """`constants` from the current hyperparameters of the parameter group with this index."""
+        """`constants` of the parameter group with this index."""
         return self.constants(self.optimizer.param_groups[group], number, grad_scale)
 
     @abstractmethod
@@ -96,7 +93,7 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def step_value(self, updates: int) -> torch.Tensor | int:
-        """The update count in the form in which the optimizer stores it."""
+        """The update count as the optimizer stores it."""
 
     # -- the worker's pass -------------------------------------------------------------------------
 
@@ -111,16 +108,9 @@ class OptimizerKind(ABC):
     def publish(
         self, publish: Any, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
     ) -> torch.Tensor:
-        """Publish a part of a partition in this process, as the worker does.
-
-        Args:
-            publish: from `exact` or `ahead`.
-            state: p and the moments, in fp32 or bfloat16; 1-D [n], host.
-            published: receives y; 1-D [n], host.
-
-        Returns:
-            The per-block array of the part, 1-D.
-        """
+        """Publish a part of a partition in this process, as the worker does: from p and the
+        moments, `state`, to `published`, all 1-D [n] on the host. Return its per-block array,
+        1-D."""
         entries = -(-published.numel() // block_size) * self.layout.per_block_width(block_size)
         dtype = getattr(torch, self.layout.per_block[1])
         found = torch.empty(entries, dtype=dtype, device="cpu")
@@ -175,13 +165,8 @@ class OptimizerKind(ABC):
     def prepare_kernels(
         self, plan: ZenFlowPlan, weights: Sequence[torch.Tensor], *, warns: bool
     ) -> None:
-        """Compile the kernels that steps will launch, so that no step compiles or needs memory for
-        it.
-
-        Args:
-            weights: of each partition. Its gradient and results are at least as aligned.
-            warns: see `launch.prepare`.
-        """
+        """Compile the kernels that steps will launch; see `launch.prepare`. Gradients and results
+        are at least as aligned as `weights`, those of each partition."""
         device, block_size, layout = weights[0].device, plan.rule.block_size, self.layout
         step, names = self.step(0, 1, 1.0), (plan.caller.weights_dtype, plan.gradient_dtype)
         of_weights, gradient = (getattr(torch, name) for name in names)

@@ -9,17 +9,6 @@ from typing import NamedTuple
 
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = [
-    "OF_CHUNKS",
-    "PAGE_BYTES",
-    "ArenaLayout",
-    "ArrayKey",
-    "ArraySpec",
-    "PlacedArray",
-    "plan_layout",
-    "round_up",
-]
-
 OF_CHUNKS = -1
 """In place of a partition's number: slots that chunks of all partitions take in turn."""
 

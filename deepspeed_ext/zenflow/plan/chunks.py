@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 
-__all__ = ["CHUNK_NUMEL", "MOST_CHUNKS", "SLOTS_OF_CHUNKS", "chunk_numel"]
-
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole
 blocks."""

@@ -29,8 +29,6 @@ from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.rule import RuleSettings, settings_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["decide"]
-
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
 

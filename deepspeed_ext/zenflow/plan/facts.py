@@ -10,9 +10,6 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
 
-__all__ = ["Caller", "RankFacts", "Ratio", "Run", "ZenFlowFacts", "reducing_bytes"]
-
-
 Ratio = float | Literal["auto"] | None
 """``offload_optimizer.ratio``, the fraction of each partition that steps on the host. "auto": the
 config asks for a choice; None: it gives none."""

@@ -17,19 +17,6 @@ from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = [
-    "Held",
-    "Holder",
-    "Memory",
-    "Moments",
-    "Part",
-    "Phase",
-    "described",
-    "nbytes_of",
-    "parts_within",
-    "passing",
-]
-
 
 class Phase(enum.Enum):
     START = "start-up"

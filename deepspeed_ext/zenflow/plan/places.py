@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["EVERYTHING_ON_HOST", "Copies", "Place", "Places", "Source", "Wait"]
-
 
 class Place(enum.Enum):
     """Where an array lives."""

@@ -19,8 +19,6 @@ from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wai
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["PartitionPlan", "ZenFlowPlan", "head_of"]
-
 
 @dataclass(frozen=True)
 class PartitionPlan:

@@ -17,15 +17,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     chunk_of,
 )
 
-__all__ = [
-    "RuleBytes",
-    "RuleSettings",
-    "SelectiveSettings",
-    "limits_of",
-    "settings_of",
-    "slots_at",
-]
-
 FLOAT_BYTES = DTYPE_BYTES["float32"]
 _SIGN_BYTES = 1
 

@@ -53,32 +53,6 @@ from deepspeed_ext.zenflow.plan.places import Copies, Place, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = [
-    "MEASURED_STEPS",
-    "SETTLING_STEPS",
-    "UNITS",
-    "WATCHED_STEPS",
-    "ChainTimes",
-    "Lanes",
-    "Limit",
-    "MeasuredStep",
-    "Traffic",
-    "accelerator_bytes",
-    "best_threads",
-    "chosen_share",
-    "hiding_units",
-    "lanes_of",
-    "least_units",
-    "limit_line",
-    "probed_threads",
-    "share_reason",
-    "thread_counts",
-    "times_of",
-    "traffic_of",
-    "with_heads",
-    "with_host_share",
-]
-
 UNITS = 1024
 """A chosen share is a multiple of one over this."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from deepspeed_ext.zenflow.rules.predictive import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective import SelectiveRule
 
-__all__ = ["RULES"]
-
 RULES: dict[str, type[PredictiveRule] | type[SelectiveRule]] = {
     "predictive": PredictiveRule,
     "selective": SelectiveRule,

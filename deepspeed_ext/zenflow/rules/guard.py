@@ -29,8 +29,6 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.worker.kernel.definition import decode
 
-__all__ = ["PredictionErrors", "Sample", "blocks_per_sample", "drawn"]
-
 _SHARE_OF_UPDATE = 1 / 3
 
 

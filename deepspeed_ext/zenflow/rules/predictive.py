@@ -48,16 +48,6 @@ from deepspeed_ext.zenflow.step.rule import Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = [
-    "CALM_PROBES",
-    "GuardState",
-    "PredictionState",
-    "PredictiveRule",
-    "PredictiveSchedule",
-    "PredictiveState",
-    "STRIKES",
-]
-
 _WARM_UP_STEPS = 10
 """Synchronous steps at the start, while the moments have seen too few gradients to predict from:
 the measured need (docs/results.md)."""

@@ -14,13 +14,6 @@ from deepspeed_ext.zenflow.rules.guard import PredictionErrors
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = [
-    "AdamState",
-    "FLOATS",
-    "PartitionValues",
-    "Tensors",
-]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 AdamState = Sequence[torch.Tensor]
 """p and the moments: m, v. Only Adam collects gradients, so with Lion there is nothing to apply."""

@@ -54,16 +54,6 @@ from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = [
-    "HotBlocks",
-    "SelectionState",
-    "SelectivePartitionValues",
-    "SelectivePlan",
-    "SelectiveRule",
-    "SelectiveSchedule",
-    "SelectiveState",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePlan(StepPlan):

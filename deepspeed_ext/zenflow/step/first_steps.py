@@ -28,8 +28,6 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import StepPlan
 from deepspeed_ext.zenflow.transfers.landing import landing_buffers
 
-__all__ = ["FirstSteps", "move"]
-
 
 class FirstSteps:
     """Observes a run until everything is chosen and said. Every rank of the model has one, or

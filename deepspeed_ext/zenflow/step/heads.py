@@ -24,8 +24,6 @@ from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
 
-__all__ = ["Heads"]
-
 
 class Heads:
     """The heads of all partitions of this rank.

@@ -35,8 +35,6 @@ from deepspeed_ext.zenflow.worker.messages import (
 )
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["WorkerLink", "WorkerThreads"]
-
 _SHARE_OF_GROUP_TIMEOUT = 0.8
 """The rest allows for other ranks that reached the collective earlier."""
 

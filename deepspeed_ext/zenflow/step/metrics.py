@@ -10,8 +10,6 @@ from dataclasses import fields
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan.times import SETTLING_STEPS, MeasuredStep
 
-__all__ = ["Metrics"]
-
 _REMEMBERED = 64
 _FEWEST = 5
 """Overlapped steps to measure before a run is judged by them."""

@@ -27,8 +27,6 @@ from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = ["HostOptimizer"]
-
 
 class HostOptimizer:
     """The user's optimizer, Adam or Lion, in a separate process. Built by

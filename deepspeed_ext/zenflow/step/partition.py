@@ -11,8 +11,6 @@ from deepspeed_ext.zenflow.plan.places import Place, Places
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
 
-__all__ = ["Partition", "WholeState"]
-
 
 @dataclass(frozen=True)
 class WholeState:

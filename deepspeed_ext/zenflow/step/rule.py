@@ -26,8 +26,6 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["Schedule", "StepPlan", "UpdateRule"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:

@@ -57,8 +57,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import FilePart, Span
 from deepspeed_ext.zenflow.worker.moments import ShownMoments
 
-__all__ = ["ShownTensor", "StateStore", "nan_like", "plain"]
-
 _FILE_PART_BYTES = 1 << 28
 """The worker answers after each part of this many bytes, so every wait is bounded even if the disk
 is slow."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["ChunkOrder", "Key", "split"]
-
 Key = tuple[int, int]
 """A partition and the first element of a chunk of it."""
 

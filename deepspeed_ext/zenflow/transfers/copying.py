@@ -9,8 +9,6 @@ from typing import Any
 
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["have_ended", "new_stream", "recorded"]
-
 _SHARE_ASLEEP = 0.05
 _LONGEST_SLEEP_SECONDS = 0.01
 

@@ -24,8 +24,6 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.worker.messages import Patience, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess, within_group_timeout
 
-__all__ = ["Courier", "Latch", "Parcel", "Shipment"]
-
 _PARCELS_AHEAD = 1
 _CLOSE_SECONDS = 2.0
 _LATER_SECONDS = 5.0

@@ -11,8 +11,6 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 
-__all__ = ["LandingBuffer", "landing_buffers"]
-
 
 class LandingBuffer:
     """Device memory that holds the gradient of one partition of n elements, and then its results.

@@ -22,8 +22,6 @@ from deepspeed_ext.runtime.backend import (
 )
 from deepspeed_ext.runtime.log import one_line, warn_once
 
-__all__ = ["PageLocks", "remedy_for_refused"]
-
 _left: list[Any] = []
 """Objects kept in memory until the process ends."""
 

@@ -53,8 +53,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, 
 from deepspeed_ext.zenflow.worker.messages import Patience, Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["Predict", "Slot", "Stream"]
-
 Predict = Callable[[Span, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Predicts weights of a span of a partition, from its y and its gradient; the last tensor receives
 them. All 1-D, on the host."""

@@ -24,8 +24,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import Array
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "above_standard"]
-
 _MADV_REMOVE = 9
 _MAP_FAILED = ctypes.c_void_p(-1).value
 

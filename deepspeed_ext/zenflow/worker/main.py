@@ -41,8 +41,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     WorkerTask,
 )
 
-__all__ = ["main", "write_from_arena"]
-
 _WATCH_SECONDS = 0.2
 
 

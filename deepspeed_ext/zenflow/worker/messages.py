@@ -20,23 +20,6 @@ from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-__all__ = [
-    "ArenaRelay",
-    "ArenaWrite",
-    "Channel",
-    "Done",
-    "Failed",
-    "FilePart",
-    "Patience",
-    "Ready",
-    "Span",
-    "Submission",
-    "ThreadLimit",
-    "Work",
-    "WorkerPlan",
-    "WorkerTask",
-]
-
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 16
 _SLICE_SECONDS = 0.01

@@ -10,8 +10,6 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.definition import decode, encode
 from deepspeed_ext.zenflow.worker.kernel.passes import SHOWN_NUMEL, StateLayout, chunk_of
 
-__all__ = ["ShownMoments"]
-
 
 class ShownMoments:
     """The moments that are codes, shown in fp32 in arrays of the arena that take memory only while

@@ -30,8 +30,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     WorkerPlan,
 )
 
-__all__ = ["OptimizerProcess", "within_group_timeout"]
-
 _MODULE = "deepspeed_ext.zenflow.worker.main"
 _CLOSE_SECONDS = 2.0
 _REAP_SECONDS = 5.0

@@ -9,7 +9,7 @@ import pytest
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.adapter.construction import built_together
+from deepspeed_ext.adapter.engine_construction import built_together
 from deepspeed_ext.errors import DeepSpeedExtError
 from tests.support.ranks import run_ranks
 

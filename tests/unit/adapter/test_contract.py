@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.adapter import contract, upstream
+from deepspeed_ext.adapter import upstream
 from deepspeed_ext.errors import UpstreamError
 from tests.support.assigned import unassigned
 from tests.support.contract import ADAPTER, PARAMETERS, STAGE_3, STAGES_1_AND_2, trees, written
@@ -20,11 +20,11 @@ ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 @pytest.fixture(autouse=True)
 def _looked_at_anew() -> None:
     upstream.check.cache_clear()
-    contract.expected.cache_clear()
+    upstream.expected.cache_clear()
 
 
 def test_the_installed_deepspeed_fulfils_the_contract() -> None:
-    assert contract.broken() == []
+    assert upstream.broken() == []
     assert unassigned() == []
     upstream.check()
 
@@ -32,16 +32,16 @@ def test_the_installed_deepspeed_fulfils_the_contract() -> None:
 def use_contract(monkeypatch: pytest.MonkeyPatch, folder: Path, members: Any) -> None:
     page = folder / "contract.json"
     page.write_text(json.dumps(members))
-    monkeypatch.setattr(contract, "PAGE", page)
+    monkeypatch.setattr(upstream, "PAGE", page)
 
 
 @pytest.mark.parametrize(
     ("place", "member", "form", "says"),
     [
-        (ENGINE, "gone", contract.EXISTS, "DeepSpeedEngine.gone does not exist"),
+        (ENGINE, "gone", upstream.EXISTS, "DeepSpeedEngine.gone does not exist"),
         (STAGES_1_AND_2, "__init__", "(mpu, gone)", "expected (mpu, gone)"),
         (STAGE_3, "step", "(closure, self)", "step takes (self, closure), expected (closure, self"),
-        ("deepspeed.runtime.gone:Thing", "member", contract.EXISTS, "gone:Thing does not exist"),
+        ("deepspeed.runtime.gone:Thing", "member", upstream.EXISTS, "gone:Thing does not exist"),
     ],
 )
 def test_what_moved_is_named(
@@ -63,7 +63,7 @@ def test_what_moved_is_named(
 def test_what_is_no_longer_assigned_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, member: str
 ) -> None:
-    use_contract(monkeypatch, tmp_path, {place: {member: contract.ASSIGNED}})
+    use_contract(monkeypatch, tmp_path, {place: {member: upstream.ASSIGNED}})
     assert f"{place}.{member} is not assigned anywhere" in unassigned()
 
 
@@ -73,9 +73,9 @@ def test_what_a_later_release_brought_is_expected_since(
     members = {"since_it": "exists since 0.19.7", "always": "exists"}
     use_contract(monkeypatch, tmp_path, {ENGINE: members})
     for release, names in (((0, 19, 6), {"always"}), ((0, 19, 7), {"always", "since_it"})):
-        contract.expected.cache_clear()
-        monkeypatch.setattr(contract, "release", lambda release=release: release)
-        assert set(contract.expected()[ENGINE]) == names
+        upstream.expected.cache_clear()
+        monkeypatch.setattr(upstream, "release", lambda release=release: release)
+        assert set(upstream.expected()[ENGINE]) == names
 
 
 # -- the contract is complete ----------------------------------------------------------------------
@@ -83,11 +83,11 @@ def test_what_a_later_release_brought_is_expected_since(
 
 def test_the_contract_is_what_our_sources_ask_for() -> None:
     """If not: ``python -m tests.support.contract``."""
-    assert written() == json.loads(contract.PAGE.read_text())
+    assert written() == json.loads(upstream.PAGE.read_text())
 
 
 def test_an_omission_would_be_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = json.loads(contract.PAGE.read_text())
+    whole = json.loads(upstream.PAGE.read_text())
     dropped = [
         (STAGES_1_AND_2, "local_overflow"),  # an attribute
         (STAGES_1_AND_2, "unscale_and_clip_grads"),  # a method
@@ -99,7 +99,7 @@ def test_an_omission_would_be_found(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     import tests.support.contract as generator
 
     use_contract(monkeypatch, tmp_path, whole)
-    monkeypatch.setattr(generator, "PAGE", contract.PAGE)
+    monkeypatch.setattr(generator, "PAGE", upstream.PAGE)
     found = written()
     assert all(name in found[place] for place, name in dropped)
 
@@ -110,7 +110,7 @@ OF_OTHERS = {
     *("_initializing", "co_filename", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create"),
     *("safe_path", "iowait", "sched_getaffinity", "FileBaton", "_end_copies", "arena"),
     *("measurements", "process", "host_optimizer", "zenflow_parts", "architectures"),
-    *("text_config", "is_integrated", "cudart", "is_exact"),
+    *("text_config", "is_integrated", "cudart", "is_exact", "shape"),
 }
 """Attributes of torch, Python, the operating system, transformers and this package that may be
 missing."""
@@ -128,7 +128,7 @@ def test_attributes_with_a_default_are_in_the_contract() -> None:
         and node.func.id in ("getattr", "hasattr")
         if isinstance(node.args[1], ast.Constant)
     }
-    members = json.loads(contract.PAGE.read_text()).values()
+    members = json.loads(upstream.PAGE.read_text()).values()
     assert {"adam_w_mode", "_zero_padding"} <= used
     assert used - OF_OTHERS <= {name for names in members for name in names}
 
@@ -142,7 +142,7 @@ def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("kwargs", "arguments")
         if isinstance(node.slice, ast.Constant)
     }
-    whole = json.loads(contract.PAGE.read_text())
+    whole = json.loads(upstream.PAGE.read_text())
     forms = " ".join(whole[place]["__init__"] for place in (STAGES_1_AND_2, STAGE_3))
     assert "offload_optimizer_config" in used
     assert all(name in forms for name in used)

@@ -17,7 +17,7 @@ from deepspeed_ext.adapter.engine import Engine, HybridEngine, PipeEngine
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.config.zenflow import RETIRED
+from deepspeed_ext.config.fields import RETIRED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import group_timeout_seconds

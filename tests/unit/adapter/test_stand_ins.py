@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.adapter.contract import PAGE, undecorated
+from deepspeed_ext.adapter.upstream import PAGE, undecorated
 
 StandIn = dict[str, Any]
 STAND_INS: list[StandIn] = json.loads(PAGE.with_name("stand_ins.json").read_text())

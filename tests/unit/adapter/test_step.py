@@ -14,8 +14,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.contract import PAGE
 from deepspeed_ext.adapter.step import StepDriver, StepPhase
+from deepspeed_ext.adapter.upstream import PAGE
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks

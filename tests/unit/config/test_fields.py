@@ -20,8 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 import deepspeed_ext
-from deepspeed_ext.adapter.refusals import require_supported
-from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
+from deepspeed_ext.adapter.zero_config import Config, ZeroConfig, require_supported
 from deepspeed_ext.config import (
     CoreBindingConfig,
     ReservedCores,
@@ -29,8 +28,8 @@ from deepspeed_ext.config import (
     ZeroFields,
     given_of_the_other_rule,
 )
+from deepspeed_ext.config.fields import OF_ONE_RULE, RETIRED
 from deepspeed_ext.config.file import read_json
-from deepspeed_ext.config.zenflow import OF_ONE_RULE, RETIRED
 from deepspeed_ext.errors import ConfigError
 from tests.support.config_models import models
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.contract import release
+from deepspeed_ext.adapter.upstream import release
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks

@@ -34,18 +34,14 @@ VICTIM = {"initialize": 0, "step": 1, "save": 0, "save beside": 0, "load": 0, "l
 """Rank 0 logs the start, and makes and renames the folders of a checkpoint."""
 SECONDS = 10.0
 
+OF_START = "check release broken expected found_at difference undecorated entry_swaps "
+OF_START += "pipeline_topology zero_section_class no_shared_buffers announced_builds"
 CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
         "adapter/engine.py:enable",
         "adapter/engine.py:initialize",
-        "adapter/contract.py:",
-        "adapter/upstream.py:check",
-        "adapter/upstream.py:entry_swaps",
-        "adapter/upstream.py:pipeline_topology",
-        "adapter/upstream.py:zero_section_class",
-        "adapter/upstream.py:no_shared_buffers",
-        "adapter/upstream.py:announced_builds",
-        "adapter/construction.py:joint",
+        *(f"adapter/upstream.py:{name}" for name in OF_START.split()),
+        "adapter/engine_construction.py:joint",
     ),
     "the agreement itself": (
         "runtime/ranks.py:",
@@ -121,7 +117,10 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.complete",
     ),
     "waits as DeepSpeed's own method does; "
-    "only an error of the device fails there, and ends the rank anyway": ("adapter/stand_ins.py:",),
+    "only an error of the device fails there, and ends the rank anyway": tuple(
+        f"adapter/engine_construction.py:{name}"
+        for name in ("WeakEngine", "stream_timer", "held_optimizers")
+    ),
     "only assigns values, unless a save was interrupted": (
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
@@ -164,7 +163,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective.py:SelectiveSt",
         "zenflow/rules/selective.py:SelectiveSchedule",
         "zenflow/step/optimizer.py:HostOptimizer._current_plan",
-        "config/zenflow.py:",
+        "config/fields.py:",
     ),
 }
 """Where no injected failure is asked for, by reason."""

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from deepspeed_ext.adapter.contract import release
+from deepspeed_ext.adapter.upstream import release
 from tests.support.flatten import STEPS, TIERS, compare_tier
 from tests.support.matrix import cover
 from tests.support.ranks import run_ranks

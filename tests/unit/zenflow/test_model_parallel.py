@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 import deepspeed_ext
-from deepspeed_ext.adapter.construction import ranks_of_model
+from deepspeed_ext.adapter.engine_construction import ranks_of_model
 from deepspeed_ext.errors import ConfigError, WorkerError
 from deepspeed_ext.zenflow.rules.guard import Sample
 from tests.support.guarded import large_errors, probing

@@ -40,8 +40,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ADAM_STATE", "AdamPasses", "AdamStep", "Publish"]
-
 
 @dataclass(frozen=True)
 class AdamStep:

@@ -47,26 +47,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     rounding_key,
 )
 
-__all__ = [
-    "CLAMP",
-    "CODES",
-    "MOST_SCALE",
-    "NOT_FINITE",
-    "ReferenceKernel",
-    "block_means",
-    "chunk_numel",
-    "decode",
-    "dithered",
-    "encode",
-    "in_blocks",
-    "loaded",
-    "parts_of",
-    "predict",
-    "root",
-    "step_in_fp32",
-    "store",
-]
-
 CLAMP = 4.5
 """Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element
 that dominates it."""

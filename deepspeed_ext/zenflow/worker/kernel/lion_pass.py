@@ -33,8 +33,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import Passes, StateLayout, sing
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LION_STATE", "LionPublish", "LionStep"]
-
 
 @dataclass(frozen=True)
 class LionStep:

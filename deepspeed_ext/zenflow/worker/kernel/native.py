@@ -23,8 +23,6 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     rounding_key,
 )
 
-__all__ = ["BUILT", "NativeKernel", "library_path", "open_library"]
-
 ABI_VERSION = 21
 BUILT = Path(__file__).parent / "_adam_pass.so"
 """The library. Its name has no Python version, because it does not use Python."""

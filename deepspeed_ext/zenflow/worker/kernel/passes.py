@@ -58,29 +58,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ACCELERATOR_CHUNK_NUMEL",
-    "CODE_DTYPES",
-    "DTYPE_BYTES",
-    "DTYPE_CODES",
-    "HASH_FACTORS",
-    "HASH_SHIFTS",
-    "HOST_CHUNK_NUMEL",
-    "LARGEST_BLOCK",
-    "ROUNDED_CHUNK_NUMEL",
-    "SHOWN_NUMEL",
-    "WORD",
-    "Array",
-    "Kernel",
-    "Pass",
-    "Passes",
-    "StateLayout",
-    "chunk_of",
-    "dtype_name",
-    "rounding_key",
-    "single",
-]
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 """Numbers of dtypes in the native library."""
