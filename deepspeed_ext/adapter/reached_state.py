@@ -317,7 +317,9 @@ class ReachedState:
         universal one has a `checkpoint_folder`. A collective."""
         loads_optimizer = load_optimizer_states or bool(checkpoint_folder)
         host, exact = self._host, False
-        self.drain_together()
+        self.settle()
+        with together(host.ranks, WorkerError):  # a universal one is written where they are shown
+            host.state.drain(shows_moments=bool(checkpoint_folder))
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list)
         try:
@@ -363,9 +365,7 @@ class ReachedState:
         whether the run continues bitwise. `where` names what was loaded."""
         host = self._host
         self._readiness.require_groups(host.kind.optimizer.param_groups, where)
-        counts = host.state.adopt()
-        # padding may be nonzero in a checkpoint
-        self._partitions.clear_padding([whole.arrays for whole in host.state.wholes])
+        counts = host.state.adopt(self._partitions.clear_padding)
         host.state.replaced(counts)
         exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
         weights = saved.weights if exact and saved is not None else None

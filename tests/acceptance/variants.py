@@ -112,8 +112,9 @@ VARIANTS = {
     "device, hidden copies": Variant((1, 2, 3), HIDDEN, device="sim"),
     "device, hidden copies, share": Variant((2, 3), HIDDEN, device="sim", zero=SHARE),
     "device, gradients on the host": Variant((2, 3), ON_HOST, device="sim"),
+    # sums were rounded to bf16 when they were handed over
     "device, gradients on the host, accumulation, int8 moments": Variant(
-        (2, 3), ON_HOST | INT8, device="sim", accumulation=4
+        (2, 3), ON_HOST | INT8, device="sim", accumulation=4, retired=True
     ),
     "device, weights on the host": Variant(
         (3,), INSIDE, device="sim", zero={"offload_param": {"device": "cpu", "pin_memory": False}}

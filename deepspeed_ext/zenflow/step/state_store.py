@@ -38,7 +38,7 @@ A change without an exact meaning (another shape, a dtype that is not float, hal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -262,9 +262,13 @@ class StateStore:
             self._take_over()
         return True
 
-    def adopt(self) -> list[int]:
+    def adopt(self, clear_padding: Callable[[list[list[torch.Tensor]]], None]) -> list[int]:
         """Copy the moments that DeepSpeed has loaded into the user's optimizer to the arena. A
         moment missing in the checkpoint is zero. `replaced` must follow.
+
+        Args:
+            clear_padding: clears it in tensors of each partition, 1-D [n]; it may be nonzero in a
+                checkpoint.
 
         Returns:
             The loaded count of updates of each partition.
@@ -273,8 +277,20 @@ class StateStore:
             CheckpointError: something of it does not fit.
         """
         values, counts = self.changes(loads=True)
-        _write(values)
+        hidden = {own.data_ptr(): value for own, value in values if self._hides(own)}
+        _write([each for each in values if each[0].data_ptr() not in hidden])
+        arrays = (
+            [hidden.get(own.data_ptr()) if self._hides(own) else own for own in whole.arrays]
+            for whole in self.wholes
+        )
+        clear_padding([[each for each in of_one if each is not None] for of_one in arrays])
+        for address, value in hidden.items():
+            self._moments.put(address, value)
         return counts
+
+    def _hides(self, own: torch.Tensor) -> bool:
+        """Whether an array shows codes that are not shown."""
+        return self._moments.hidden_at(own.data_ptr()) is not None
 
     def replaced(self, counts: Sequence[int] | None = None) -> None:
         """Start over with synchronous steps from p, m, v, which were written from outside. Nothing

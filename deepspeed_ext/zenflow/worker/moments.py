@@ -30,10 +30,15 @@ class ShownMoments:
         self._leads = False  # what is shown may be written; codes lead from a step on
         self._takes_memory = False
 
-    def _runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Runs of whole blocks: codes (int8 of m, uint8 of v), scales (uint8), and fp32 values."""
+    def _runs(
+        self, address: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Runs of whole blocks: codes (int8 of m, uint8 of v), scales (uint8), and fp32 values;
+        of the moment that is shown at an address, or of all."""
         numel = chunk_of(SHOWN_NUMEL, self._block_size)
         for index, *kinds in self._coded:
+            if address not in (None, self._arena.array(kinds[-1], index, whole=True).address):
+                continue
             codes, scales, shown = (self._arena.whole(kind, index) for kind in kinds)
             runs = codes.split(numel), scales.split(numel // self._block_size), shown.split(numel)
             yield from zip(*runs, strict=False)
@@ -51,6 +56,20 @@ class ShownMoments:
         if self._leads:
             for codes, scales, shown in self._runs():
                 encode(shown, codes, scales, self._block_size)
+
+    def put(self, address: int, values: torch.Tensor | None) -> None:
+        """Replace a moment that would be shown at an address, and is not. A load that showed it
+        would take 4 bytes per element more.
+
+        Args:
+            values: 1-D [n]; None: zeros.
+        """
+        begin = 0
+        for codes, scales, _ in self._runs(address):
+            end = begin + codes.numel()
+            run = torch.zeros(end - begin) if values is None else values[begin:end]
+            begin = end
+            encode(run.to(codes.device, torch.float32), codes, scales, self._block_size)
 
     def begin_step(self) -> None:
         """From now on codes are the state again."""
