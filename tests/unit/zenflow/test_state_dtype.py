@@ -210,14 +210,16 @@ def test_a_moment_that_is_set_is_rounded(states: str, stage: int) -> None:
 
 
 def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
-    """Bytes of the arena in memory beyond those between steps: after a save, after a look at a
-    moment, and after the step that follows; and of the moments in fp32."""
+    """Bytes of the arena in memory beyond those between steps: after a save, after its load, after
+    a look at a moment, and after the step that follows; and of the moments in fp32."""
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     arena = engine.optimizer.host_optimizer.link.arena
     between = resident_bytes(arena)
     engine.save_checkpoint(folder, tag="t")
     found = [resident_bytes(arena)]
+    engine.load_checkpoint(folder, tag="t")
+    found.append(resident_bytes(arena))
     safe_get_full_optimizer_state(next(engine.module.parameters()), "exp_avg")
     found.append(resident_bytes(arena))
     train(engine, batches(1, dist.get_rank()))
@@ -236,6 +238,6 @@ def test_codes_are_shown_only_to_those_who_look(
     stage: int, async_save: bool, tmp_path: Path
 ) -> None:
     config = rounded("int8", stage, async_save=async_save)
-    ((saved, looked, stepped, shown),) = run_ranks(1, arena_bytes, config, str(tmp_path))
-    assert saved == stepped == 0
+    ((saved, loaded, looked, stepped, shown),) = run_ranks(1, arena_bytes, config, str(tmp_path))
+    assert saved == loaded == stepped == 0
     assert shown <= looked
