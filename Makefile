@@ -193,6 +193,7 @@ docs: $(VENV)/.stamp-dev  ## write the config reference, the tables of what fits
 	python -m tools.architecture_picture
 	python -m tools.front_picture
 	python -m tools.step_picture
+	python -m tools.stream_picture
 	python -m tools.front_tables
 
 docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, and serve it until Ctrl-C (PORT=8000)

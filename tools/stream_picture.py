@@ -76,8 +76,7 @@ def _lines(passes: Sequence[float], waits: dict[tuple[str, str], list[float]]) -
     yield _text((LEFT + right) / 2, HEIGHT - 12, label, "text-anchor='middle' fill='#555'")
     for key, color in WAYS.items():
         points = " ".join(
-            f"{x(each):.1f},{y(value):.1f}"
-            for each, value in zip(passes, waits[key], strict=True)
+            f"{x(each):.1f},{y(value):.1f}" for each, value in zip(passes, waits[key], strict=True)
         )
         yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="3"/>'
     yield "</svg>"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tools import architecture, front_picture, step_picture
+from tools import architecture, front_picture, step_picture, stream_picture
 
 site = pytest.importorskip(
     "tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it"
@@ -67,8 +67,9 @@ def test_what_a_browser_would_load_from_another_host_is_found(tag: str, is_forei
     assert (site.FOREIGN.search(tag) is not None) == is_foreign
 
 
-def test_the_picture_of_measured_steps_is_current() -> None:
-    assert step_picture.PICTURE.read_text() == step_picture.picture(), "run `make docs`"
+def test_pictures_of_steps_are_current() -> None:
+    for each in (step_picture, stream_picture):
+        assert each.PICTURE.read_text() == each.picture(), "run `make docs`"
 
 
 @pytest.mark.parametrize(
