@@ -339,18 +339,12 @@ def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> 
     Init._ensure_availability_of_partitioned_params = ensured
 
 
-class Prefetches:
-    """The prefetches of stage 3, which DeepSpeed launches with each fetch."""
-
-    _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
-
-    def __init__(self, optimizer: DeepSpeedZeroOptimizerStage3) -> None:
-        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
-        self._numel = getattr(self._coordinator, self._BUCKET)
-
-    def allow(self, allowed: bool) -> None:
-        """Let fetches prefetch as configured, or not at all."""
-        setattr(self._coordinator, self._BUCKET, self._numel if allowed else 0)
+def prefetches_of(optimizer: DeepSpeedZeroOptimizerStage3) -> Callable[[bool], None]:
+    """A function that lets the fetches of stage 3 prefetch as configured, or not at all."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    bucket = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+    numel = getattr(coordinator, bucket)
+    return lambda allowed: setattr(coordinator, bucket, numel if allowed else 0)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
