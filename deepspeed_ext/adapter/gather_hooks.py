@@ -16,7 +16,6 @@ own: between a step and the next backward pass, read it inside
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections import Counter
@@ -313,7 +312,7 @@ class LateWeights:
         self._host = host
         self._places = places
         self._prefetches = prefetches
-        _join_gathers()
+        before_gathers(complete_weights_of)
         for number in places:
             _owners[number] = self
         mine = self._parts(param for param in persistent if param.ds_id in places)
@@ -344,8 +343,3 @@ def complete_weights_of(params: Iterable[Any]) -> None:
             by_owner.setdefault(id(owner), (owner, []))[1].append(param)
     for owner, mine in by_owner.values():
         owner.complete(mine)
-
-
-@functools.cache
-def _join_gathers() -> None:
-    before_gathers(complete_weights_of)

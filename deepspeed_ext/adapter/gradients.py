@@ -185,8 +185,9 @@ class HostGradients:
         """Complete all gradients, so that every slot holds its step's, and wait for their copies.
         Parameters that no micro-step has used get zeros."""
         self._wait()
-        for number in self._shown:
-            if self._was_written(number):
+        for number in self._shown:  # may be written; unknown without a buffer of sums
+            slot = self._slot_of(number)
+            if self._sums is None or not torch.equal(slot, self._sum_of(number).to(slot.dtype)):
                 self.changed(number)
         for number in self._places:
             if number not in self._arrived:
@@ -218,12 +219,6 @@ class HostGradients:
     def changed(self, number: int) -> None:
         """Note that a gradient was written after `show`, so its norm is unknown."""
         self.norms.pop(number, None)
-
-    def _was_written(self, number: int) -> bool:
-        """Whether a gradient that `shown` returned may differ from the sum; unknown, so True,
-        without a buffer of sums."""
-        slot = self._slot_of(number)
-        return self._sums is None or not torch.equal(slot, self._sum_of(number).to(slot.dtype))
 
     # Note: [a slot has two readers]
     # The host writes to a slot here, while two streams may still use it: that of the newest

@@ -59,13 +59,7 @@ class SavedPartitions:
         self.scalars: list[dict[str, Any]] = []
         self.saved: SavedState | None = None
         with reading(self.path):
-            is_sharded = self.state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
-            self._take(
-                self.state[
-                    keys.FP32_FLAT_GROUPS if is_sharded else keys.SINGLE_PARTITION_OF_FP32_GROUPS
-                ],
-                self.state[keys.OPTIMIZER_STATE_DICT if is_sharded else keys.BASE_OPTIMIZER_STATE],
-            )
+            self._find_tensors()
             if STATE_KEY in self.state:
                 numels = [max(each.numel() for each in part.values()) for part in self.tensors]
                 self.saved = read_saved_state(self.state[STATE_KEY], numels)
@@ -73,8 +67,13 @@ class SavedPartitions:
             for scalars, count in zip(self.scalars, self.saved.counts, strict=True):
                 scalars["step"] = count  # `read` applies the collected gradients
 
-    def _take(self, masters: Sequence[torch.Tensor], base: Any) -> None:
+    def _find_tensors(self) -> None:
         """Assign p and the state of the wrapped optimizer to the flat tensors."""
+        if self.state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS:
+            names = keys.FP32_FLAT_GROUPS, keys.OPTIMIZER_STATE_DICT
+        else:
+            names = keys.SINGLE_PARTITION_OF_FP32_GROUPS, keys.BASE_OPTIMIZER_STATE
+        masters, base = (self.state[name] for name in names)
         if not isinstance(base, Mapping):
             raise CheckpointError(
                 "saved with zero_optimization.elastic_checkpoint, which leaves out "
@@ -88,11 +87,13 @@ class SavedPartitions:
         self.group_of_flats = [number for number, _ in order]
         for master, (_, index) in zip(masters, order, strict=True):
             values = states[index] if states else {}
-            each = {name for name, value in values.items() if _is_per_element(name, value)}
-            self.tensors.append(
-                {MASTER: master.detach(), **{name: values[name] for name in sorted(each)}}
-            )
-            self.scalars.append({name: value for name, value in values.items() if name not in each})
+            moments = {
+                name: value
+                for name, value in sorted(values.items())
+                if torch.is_tensor(value) and value.dim() > 0 and name != "step"
+            }
+            self.tensors.append({MASTER: master.detach(), **moments})
+            self.scalars.append({name: values[name] for name in values if name not in moments})
 
     def require(self, moments: Sequence[str], sizes: Sequence[tuple[int, int]]) -> None:
         """Check the number, shapes and dtypes of the flat tensors.
@@ -286,7 +287,3 @@ class SavedCheckpoint:
         """The elements of a frozen parameter that `rank` saved, 1-D."""
         key = "module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS
         return self.model(rank).sound[key][name].reshape(-1)
-
-
-def _is_per_element(name: str, value: Any) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0 and name != "step"

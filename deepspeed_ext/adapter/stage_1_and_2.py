@@ -369,9 +369,9 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
         which stage 1 keeps until the last micro-step."""
         try:
             if include is None or OffloadStateTypeEnum.lp_grads in include:
-                self._sums = self._sums or Parked(
-                    self._summed(), unused=self._empty_buckets(), pins=pin_memory
-                )
+                empty = [bucket for bucket in self.ipg_buckets.values() if bucket.elements == 0]
+                unused = [buffer for bucket in empty for buffer in bucket.buffer]
+                self._sums = self._sums or Parked(self._summed(), unused=unused, pins=pin_memory)
             left = self.zenflow_parts.offload(include, pins=pin_memory)
             pins = pin_memory and memory.can_page_lock()  # before 0.19.6 torch would raise
             super().offload_states(left, device, pins, non_blocking)
@@ -387,10 +387,6 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
                     yield gradient
         for gradients in self.all_grad_tensors.values():
             yield from gradients or ()
-
-    def _empty_buckets(self) -> list[torch.Tensor]:
-        buckets = [bucket for bucket in self.ipg_buckets.values() if bucket.elements == 0]
-        return [buffer for bucket in buckets for buffer in bucket.buffer]
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)

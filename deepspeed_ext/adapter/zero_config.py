@@ -124,8 +124,12 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         """One line per mistake in our fields or in a field name; empty if DeepSpeed's own checks
         report the mistakes."""
         lines: dict[str, list[str]] = {}
+        sections = _sections(cls)
         for mistake in error.errors():
-            place = cls._without_branches([str(part) for part in mistake["loc"]])
+            place = [str(part) for part in mistake["loc"]]
+            # without the branch of its type that pydantic appends
+            while place and tuple(place[:-1]) not in sections:
+                place.pop()
             path, value = ".".join(["zero_optimization", *place]), shown(mistake["input"])
             # DeepSpeed has this section too, and reports it itself
             whole_section = place in (["zenflow"], [])
@@ -136,13 +140,6 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 lines.setdefault(f"{path} = {value}", []).append(mistake["msg"])
         found = [f"{what}: {', or '.join(why)}" if why else what for what, why in lines.items()]
         return "; ".join(found)
-
-    @classmethod
-    def _without_branches(cls, place: list[str]) -> list[str]:
-        """The path to a field, without the branch of its type that pydantic appends."""
-        sections = _sections(cls)
-        depth = next((n for n in range(len(place)) if tuple(place[:n]) not in sections), len(place))
-        return place[:depth]
 
     @classmethod
     def _meant(cls, place: Sequence[str]) -> str:

@@ -191,7 +191,12 @@ class _HostPlanner:
         cuts = [index * len(nodes) // number for index in range(number + 1)]
         places = [nodes[first:last] for first, last in pairwise(cuts)]
         held = [[core for core in cores if core.node in place] for place in places]
-        homes = [self._nearest(rank.accelerator_node, nodes) for rank in ranks]
+        # neighbours have neighbouring numbers: on one socket, as a rule
+        wanted = [rank.accelerator_node for rank in ranks]
+        homes = [
+            None if w is None else min(nodes, key=lambda node: (abs(node - w), node))
+            for w in wanted
+        ]
         for index, members in enumerate(self._seated(homes, places, held)):
             home = homes[members[0]] if members else None
             if home is None or home not in places[index]:
@@ -202,12 +207,6 @@ class _HostPlanner:
                 share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
                 yield ranks[member], list(islice(left, limit))
-
-    def _nearest(self, wanted: int | None, nodes: Sequence[int]) -> int | None:
-        """Neighbours have neighbouring numbers: on one socket, as a rule."""
-        if wanted is None:
-            return None
-        return min(nodes, key=lambda node: (abs(node - wanted), node))
 
     def _seated(
         self,
