@@ -93,7 +93,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/predictive.py:PredictiveRule._judge",
         "zenflow/step/rule.py:UpdateRule.write_weights",
         "zenflow/rules/selective.py:SelectiveRule.write_weights",
-        "adapter/reshard.py:Target.write_weights",
+        "adapter/saved_checkpoint.py:Target.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
         "adapter/zero_partitions.py:ZeroPartitions.exchange_loaded",
     ),
