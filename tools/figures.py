@@ -1,6 +1,7 @@
 """Traces what the first pages say of a step on a GPU to the stored rows that were measured.
 
-    python -m tools.figures     # every claim, the row that it is of, and what no row gives
+    python -m tools.figures     # every claim, the row that it is of, and what no row gives;
+                                # tools.derived has ratios and losses
 
 A claim is a line of a table, a cell that has its own unit, or a figure in a sentence: milliseconds
 or GiB, with a deviation or without. It is traced when one row rounds to all of its figures and the
@@ -17,17 +18,32 @@ from typing import NamedTuple
 from tools import stored
 from tools.architecture import ROOT
 
-__all__ = ["PAGES", "Claim", "claims", "row_of"]
+__all__ = ["PAGES", "Claim", "claims", "row_of", "without_commit"]
 
 PAGES = {
-    "README.md": "How fast?",
-    "docs/README.md": "",
-    "docs/which.md": "",
-    "docs/results.md": "Speed",
+    "README.md": ("How fast?",),
+    "docs/README.md": (),
+    "docs/which.md": (),
+    "docs/results.md": ("Speed",),
+    "docs/results/gpu.md": (
+        "The default on an H200",
+        "Rivals on an H200",
+        "The exact rule at stage 2",
+        "The exact rule on an H200",
+        "7 billion parameters on an H200",
+        "Step",
+        "Step on the H200",
+    ),
 }
-"""Pages with the section that has measured steps; the whole page where none is named."""
+"""Pages with the sections that have measured steps; the whole page where none is named."""
+TABLES_ONLY = ("docs/results/gpu.md",)
+"""Pages whose sentences also compare, expect and explain."""
 FILES = ("gpu_h200_rivals.json", "gpu_h200_default.json", "gpu_h200.json", "gpu.json")
-FIELDS = ("mean ms", "median ms", "deviation ms", "device GiB", "host GiB")
+FIELDS = (
+    *("mean ms", "median ms", "deviation ms", "least ms", "most ms", "longest ms"),
+    *("longest step ms", "warm-up ms", "wait ms", "worker ms", "tokens/s"),
+    *("device GiB", "host GiB", "page-locked GiB"),
+)
 NOT_MEASURED = {
     "119 GiB": "planned, by ZeRO-Offload's source",
     "126 GiB": "the host's memory",
@@ -59,28 +75,29 @@ def rows() -> list[Row]:
     return [
         Row(
             f"{name}: {result}, {row['case']}",
-            content.get("provenance", {}).get("commit", ""),
+            row.get("made", content.get("provenance", {})).get("commit", ""),
             tuple(row[field] for field in FIELDS if isinstance(row.get(field), float | int)),
         )
         for name in FILES
         for result, content in stored.read(name)["settings"]["results"].items()
         if isinstance(content, dict)
         for row in content.get("rows", [])
-        if "mean ms" in row and "case" in row
+        if "median ms" in row and "case" in row
     ]
 
 
 def claims(page: str, text: str | None = None) -> Iterator[Claim]:
     """What a page says of steps; `text` stands for the page's own."""
     text = (ROOT / page).read_text() if text is None else text
-    title = PAGES[page]
-    section = text.split(f"## {title}\n")[1].split("\n## ")[0] if title else text
-    for block in section.split("\n\n"):
+    parts = [text.split(f"## {title}\n")[1].split("\n## ")[0] for title in PAGES[page]]
+    for block in "\n\n".join(parts or [text]).split("\n\n"):
         if "```" in block:
             continue
         lines = block.splitlines()
         table = [line for line in lines if line.startswith("|")]
         yield from (Claim(page, *claim, text) for claim in _of_table(table))
+        if page in TABLES_ONLY:
+            continue
         prose = " ".join(line for line in lines if not line.startswith("|"))
         prose = re.sub(r"!?\[[^]]*\]\([^)]*\.svg\)", "", prose)
         for match in re.finditer(rf"{FIGURE}(?: (ms|GiB)\b)?", prose):
@@ -92,7 +109,8 @@ def _of_table(lines: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if not lines:
         return
     head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    numbers = [i for i, name in enumerate(head) if re.search(r"\bms\b|GiB|one step|tokens", name)]
+    heads = r"\bms\b|GiB|one step|tokens|deviation|median|longest|least|page-locked"
+    numbers = [i for i, name in enumerate(head) if re.search(heads, name)]
     for cells in body:
         chosen = [cells[i] for i in numbers]
         own_unit = [cell for cell in chosen if re.search(r"\d ms, [\d.]+ GiB", cell)]
@@ -112,10 +130,17 @@ def _figures(text: str) -> tuple[str, ...]:
 def row_of(claim: Claim, measured: list[Row]) -> Row | None:
     """The row that gives all figures of a claim, at a commit that the page names."""
     for row in measured:
-        shown = {f"{value:,.{digits}f}" for value in row.values for digits in (0, 1)}
+        shown = {f"{value:,.{digits}f}" for value in row.values for digits in (0, 1, 2)}
         if row.commit in claim.section and set(claim.figures) <= shown:
             return row
     return None
+
+
+def without_commit() -> list[str]:
+    """Pages of results that name no commit."""
+    pages = [ROOT / "docs" / "results.md", *(ROOT / "docs" / "results").glob("*.md")]
+    named = r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,8}\b"
+    return [path.name for path in pages if not re.search(named, path.read_text())]
 
 
 def main() -> None:

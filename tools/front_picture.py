@@ -62,7 +62,8 @@ def _lines() -> Iterator[str]:
     )
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     yield _text(14, 30, "ZeRO-Offload: the GPU waits for the optimizer", "font-weight='bold'")
-    yield _text(14, 186, "ZenFlow: Adam runs beside the next step", "font-weight='bold'")
+    ours = "ZenFlow, predictive: Adam runs beside the next step"
+    yield _text(14, 186, ours, "font-weight='bold'")
     for lane, name in enumerate(("GPU", "CPU", "GPU", "CPU")):
         yield _text(14, _top(lane) + 25, name, "")
     for bar in bars():

@@ -15,7 +15,7 @@ from tools import fits
 from tools.architecture import ROOT
 from tools.step_picture import NAMES, OURS, measured
 
-__all__ = ["PAGE", "page", "speed_up"]
+__all__ = ["PAGE", "page"]
 
 PAGE = ROOT / "README.md"
 NUMERICS = {
@@ -42,12 +42,6 @@ def steps_table() -> str:
         cells = [f"{row['mean ms']:,.0f} ms", f"{row['device GiB']:.1f}", f"{row['host GiB']:.1f}"]
         lines.append([f"{bold}{name}{bold}", *cells, numerics])
     return fits.table(["way", "one step", "GPU GiB", "host GiB", "numerics"], lines)
-
-
-def speed_up() -> float:
-    """ZeRO-Offload's time per step over that of the exact rule, at 8,192 tokens."""
-    by_name = {name: measured()[key]["mean ms"] for key, name in NAMES.items()}
-    return by_name["ZeRO-Offload"] / by_name[OURS]
 
 
 def fits_table() -> str:

@@ -65,6 +65,11 @@ def measured() -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
+def commit() -> str:
+    """That of the rows."""
+    return str(stored.read(MEASURED)["provenance"]["commit"])
+
+
 def panels() -> list[Panel]:
     """What was measured."""
     rows = measured()
@@ -102,7 +107,8 @@ def _lines() -> Iterator[str]:
                 f'height="{BAR}" rx="3" fill="{color}"/>'
             )
             yield _text(LEFT + width + 8, y + 17, format(value, panel.form), bold)
-    yield _text(14, height - 12, "measured, means; shorter is better", "font-size='15' fill='#555'")
+    says = f"measured at {commit()}, means; shorter is better"
+    yield _text(14, height - 12, says, "font-size='15' fill='#555'")
     yield "</svg>"
 
 

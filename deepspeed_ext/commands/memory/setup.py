@@ -18,7 +18,6 @@ from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFact
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 Stage = Literal[1, 2, 3]
@@ -263,6 +262,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
         ConfigError: the file cannot be read, or asks for a feature whose memory cannot be computed.
     """
     from deepspeed_ext.adapter.zero_config import ZeroConfig, require_supported
+    from deepspeed_ext.zenflow.optimizers import LAYOUTS
 
     config = read_json(path)
     section, optimizer = section_of(config, "zero_optimization"), section_of(config, "optimizer")
@@ -271,15 +271,15 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     precision = {name: section_of(config, name) for name in ("bf16", "bfloat16", "fp16")}
     _require_known(zero, section, precision)
     dtype, notes = _dtype(precision)
-    name = str(optimizer.get("type", "adam"))
-    if "adam" not in name.lower() and name.lower() != "lion":
+    name = str(optimizer.get("type", "")).lower()
+    if name and "adam" not in name and name not in LAYOUTS:
         notes.append(f"the optimizer is {name}: two fp32 moments are counted, as for Adam")
     notes += [
         f"counted with DeepSpeed's default, because it is auto: {field}"
         for field in sorted(section)
         if section[field] == "auto"
     ]
-    name, offload = str(optimizer.get("type", "")).lower(), zero.offload_optimizer
+    offload = zero.offload_optimizer
     on_host = offload is not None and offload.device == "cpu"
     of_torch = section_of(optimizer, "params").get("torch_adam") is True
     zenflow = zero.zenflow_with(
@@ -294,11 +294,11 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
         zenflow=zenflow and ZenFlowConfig(**zenflow.model_dump(exclude_unset=True)),
         accumulation=_accumulation(config, ranks),
         sums=_SUMS.get(str(summed.get("grad_accum_dtype"))),
-        fused_adam=not of_torch and (name in ("adam", "adamw", "lion") or on_host),
+        fused_adam=not of_torch and (name in ("adamw", *LAYOUTS) or on_host),
         pins=on_host and offload is not None and offload.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
         host_share=1.0 if (wish := zero.host_ratio) is None else None if wish == "auto" else wish,
-        layout=LION_STATE if name == "lion" else ADAM_STATE,
+        layout=LAYOUTS.get(name, ADAM_STATE),
         overlap_comm=overlaps if isinstance(overlaps, bool) else None,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,
         flatten_tier=zero.flatten_tier,

@@ -47,8 +47,7 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
         )
     if not config.keeps_exact_moments and kind is not AdamKind:
         raise ConfigError(
-            f"zero_optimization.zenflow.state_dtype with {name}: only "
-            "Adam's and AdamW's moments can be rounded; Lion keeps one moment, which saves 4 bytes "
-            "per parameter. Remove the field"
+            f"zero_optimization.zenflow.state_dtype with {name}: only Adam's and AdamW's moments "
+            "can be rounded. Remove the field"
         )
     return kind(optimizer, config)
