@@ -297,7 +297,7 @@ class SavedCheckpoint:
         return self.model(rank).sound[key][name].reshape(-1)
 
 
-# -- into the layout of this run --------------------------------------------------------------------
+# -- into the layout of this run ------------------------------------------------------------------
 
 _CHUNK_NUMEL = 1 << 22
 """Elements per copy, so that the mapped files are not all in memory at the same time."""
