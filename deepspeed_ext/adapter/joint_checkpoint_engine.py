@@ -190,7 +190,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
-        """Write a file of a checkpoint, or a model alone."""
         numbers: list[int] = []
         try:
             holes = write_skeleton(content, path)

@@ -313,7 +313,6 @@ class Load:
         return [state if rank == target.rank else None for rank in range(target.ranks)]
 
     def _open_masters(self) -> None:
-        """Let p and the optimizer's state be written."""
         if self._zenflow is not None:
             self._zenflow.host.state.expose()
 

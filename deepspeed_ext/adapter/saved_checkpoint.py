@@ -207,7 +207,6 @@ class SavedCheckpoint:
         return self._opened[path]
 
     def partitions(self, rank: int) -> SavedPartitions:
-        """The partitions that `rank` saved."""
         if rank not in self._partitions:
             self._partitions[rank] = SavedPartitions(self.open(self._files[rank]))
         return self._partitions[rank]
@@ -248,7 +247,6 @@ class SavedCheckpoint:
 
     @cached_property
     def stage(self) -> int:
-        """The ZeRO stage that saved it."""
         return int(self.first.state[keys.ZERO_STAGE])
 
     @property
@@ -258,7 +256,6 @@ class SavedCheckpoint:
 
     @property
     def has_zenflow_state(self) -> bool:
-        """Whether ZenFlow saved it."""
         return STATE_KEY in self.first.state
 
     @cached_property

@@ -181,7 +181,6 @@ def no_shared_buffers() -> Swap:
 
 
 def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
-    """Return a swap for the class of a config's ZeRO section."""
     return Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config)
 
 
@@ -264,7 +263,6 @@ def later_groups(optimizer: Any) -> list[Any]:
 
 
 def tensor_ranks(mpu: Any) -> int:
-    """Return the number of tensor-parallel ranks of an `mpu`."""
     return int(bwc_tensor_model_parallel_world_size(mpu))
 
 
@@ -399,7 +397,6 @@ PAGE = Path(__file__).with_name("contract.json")
 
 
 def release() -> tuple[int, int, int]:
-    """The installed DeepSpeed's version."""
     return deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
 
 

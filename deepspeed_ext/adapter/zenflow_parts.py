@@ -167,7 +167,6 @@ class StepsInProcess(ZeROOptimizer):
         self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def measurements(self) -> dict[str, float]:
-        """Metrics for a training log, by name; units are in the names."""
         return self.host_optimizer.measurements()
 
     def destroy(self) -> None:

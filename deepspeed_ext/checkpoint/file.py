@@ -102,7 +102,6 @@ class SavedFile:
 
 
 def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf) -> None:
-    """Verify the checksums of a file's records of these sizes."""
     with open(path, "rb") as file:
         is_zip = file.read(2) == b"PK"
     if not is_zip:

@@ -207,7 +207,6 @@ def check_locked_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Check the size of /dev/shm."""
     remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
     try:
         size = shutil.disk_usage("/dev/shm").total

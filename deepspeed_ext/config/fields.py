@@ -212,7 +212,6 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def rule(self) -> RuleName:
-        """The update rule in use."""
         return self.update_rule or (
             "selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive"
         )
@@ -236,7 +235,6 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def keeps_exact_moments(self) -> bool:
-        """Whether the moments are fp32."""
         return self.state_dtype == "float32"
 
     def state_of(self, layout: LayoutT) -> LayoutT:

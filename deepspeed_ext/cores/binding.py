@@ -71,8 +71,6 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of `agree` on one rank."""
-
     mine: RankPlan | None
     """None if this rank stays unbound."""
     host: HostPlan | None

@@ -55,8 +55,6 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asks for."""
-
     pt_reserved_cores: int | float | None = None
     """Cores of a rank kept for PyTorch: a count or a fraction. None: see `split_cores`."""
     optimizer_cores: int | None = None
@@ -71,8 +69,6 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The CPUs of one rank."""
-
     local_rank: int
     pytorch: tuple[int, ...]
     """CPUs of the trainer's threads: all allowed hardware threads of its cores."""
@@ -125,7 +121,6 @@ def plan_host(
 
 
 def usable_cores(topology: Topology, allowed: frozenset[int]) -> Usable:
-    """Return the cores that a rank may use."""
     usable = {
         core: tuple(pu for pu in core.pus if pu in allowed)
         for core in sorted(topology.cores, key=lambda core: core.order)
