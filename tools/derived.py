@@ -142,7 +142,8 @@ def _spread(value: dict[str, float], digits: int = 2) -> str:
 
 
 def passes() -> Iterator[tuple[str, str]]:
-    """The worker's pass over torch's fused AdamW, on a quiet Xeon."""
+    """The worker's pass over torch's fused AdamW, on a quiet Xeon, and kernels beside torch's
+    operations."""
     content = stored.read("cpu_adam_quiet_xeon2core_202611.json")
     ratios: dict[str, list[dict[str, float]]] = {"1": [], "4": []}
     for each in content["comparisons"]:
@@ -152,6 +153,10 @@ def passes() -> Iterator[tuple[str, str]]:
     for one, four in zip(ratios["1"], ratios["4"], strict=True):
         yield "docs/results/cpu_adam.md", f"| {_spread(one)} |"
         yield "docs/results/cpu_adam.md", f"| {_spread(four)} |"
+    rows = _rows(DEFAULT, "kernels")
+    kept = ("predict", "share step")
+    slower = [row["torch / kernel"] for row in rows if row["kernel"].startswith(kept)]
+    yield "docs/results.md", f"between 1/{max(slower):.0f} and 1/{min(slower):.1f} of their time"
     first, fourth = ([each["median"] for each in ratios[key]] for key in ("1", "4"))
     yield (
         "docs/results.md",

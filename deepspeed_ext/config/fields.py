@@ -112,8 +112,8 @@ class ZenFlowConfig(ConfigSection):
     every step. Not given: false for ``selective``, otherwise true."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
-    at least one. Not given: with ``predictive`` 10, with ``selective`` 1."""
+    """Synchronous optimizer steps at the start; each steps all parameters. There is at least one.
+    Not given: with ``predictive`` 10, with ``selective`` 1."""
 
     block_size: BlockSize = 32
     """Elements per block, a run of contiguous elements. ``predictive`` averages the second moment
@@ -130,10 +130,10 @@ class ZenFlowConfig(ConfigSection):
     """``predictive`` and ``exact`` with Adam or AdamW: dtype of the moments, on the host and in a
     share on the accelerator. ``bfloat16`` takes 4 bytes of host memory per parameter less, and the
     pass moves 20 bytes per parameter instead of 28; ``int8`` takes 5.9 bytes less, and the pass
-    moves 16. Neither is exact: every update rounds both moments stochastically. A resume is still
-    exact, and a checkpoint of another dtype is converted. DeepSpeed's
+    moves 16. Neither has AdamW's bits: every update rounds both moments stochastically. A resume
+    still has its own, and a checkpoint of another dtype is converted. DeepSpeed's
     ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. ``int8`` needs a
-    ``block_size`` of at most 256."""
+    ``block_size`` of at most 256, and is slow on CPUs without AVX-512."""
 
     gradients_on_host: bool | None = None
     """Copy gradients to the host during backward, so that a rank's partition has only its weights
