@@ -4,17 +4,6 @@
     deepspeed_ext.enable()
     engine, *_ = deepspeed.initialize(...)      # now accepts the fields of deepspeed_ext.config
 
-Glossary. For one parameter group of P elements on N data-parallel ranks:
-
-    flat buffer        1-D, 16-bit or fp32, accelerator: all parameters of the group in order, with
-                       zeros as padding. The module's parameters are views of it. Owned by the
-                       optimizer and as long-lived.
-    partition          1-D view of the flat buffer, P/N elements: the part that this rank updates.
-    master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps: on the
-                       accelerator, or with CPU offload on the host, page-locked if asked for.
-    staging chunks     two page-locked host buffers of 32 MiB, through which pageable memory is
-                       copied to and from the accelerator.
-
 Importing this package imports neither torch nor DeepSpeed; the functions below do.
 """
 

@@ -201,7 +201,8 @@ class Engine(EngineConstruction):
             with self._moving("the host", "states to offload"):
                 super().offload_states(include, device, pin_memory, non_blocking)
                 if OffloadStateTypeEnum.lp_params in self.optimizer.offloaded_states:
-                    frozen = _frozen_weights(self.module)
+                    params = [p for p in self.module.parameters() if not p.requires_grad]
+                    frozen = [getattr(param, "ds_tensor", param) for param in params]
                     self._frozen = self._frozen or Parked(frozen, pins=pin_memory)
         except Exception:
             self.reload_states()
@@ -311,17 +312,6 @@ class Engine(EngineConstruction):
     def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._keeping_errors():
             super()._save_moe_checkpoint(*args, **kwargs)
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        try:
-            super()._copy_recovery_script(save_path)
-        except OSError as error:
-            if self._files is None:
-                raise
-            logger.warning(
-                f"{save_path}: zero_to_fp32.py was not copied there "
-                f"({error}); the checkpoint is complete without it"
-            )
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -435,15 +425,6 @@ class PipeEngine(PipelineEngine, Engine):
         """Evaluate with the weights that would be saved; no module runs as a whole."""
         with self.exporting():
             return super().eval_batch(*args, **kwargs)
-
-
-def _frozen_weights(module: Any) -> list[Any]:
-    """The frozen weights; at stage 3, this rank's partitions of them."""
-    return [
-        getattr(param, "ds_tensor", param)
-        for param in module.parameters()
-        if not param.requires_grad
-    ]
 
 
 def _end(

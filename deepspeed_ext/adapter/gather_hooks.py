@@ -16,7 +16,6 @@ own: between a step and the next backward pass, read it inside
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections import Counter
@@ -30,7 +29,6 @@ from deepspeed_ext.adapter.gradients import Extent
 from deepspeed_ext.adapter.upstream import (
     ParameterStatus,
     PartitionedParameter,
-    Prefetches,
     before_gathers,
     communication_dtype,
     is_on_nvme,
@@ -97,15 +95,12 @@ class GatherHandle:
         Raises:
             RuntimeError: a collective failed.
         """
-        with in_profile("gather.wait"):
-            self._wait(handle_dependency)
-
-    def _wait(self, handle_dependency: bool) -> None:
         try:
-            for work in self._works:
-                work.wait()
-            for handle in self._upstream:
-                handle.wait(handle_dependency=handle_dependency)
+            with in_profile("gather.wait"):
+                for work in self._works:
+                    work.wait()
+                for handle in self._upstream:
+                    handle.wait(handle_dependency=handle_dependency)
         except RuntimeError:
             ids = [each.parameter.ds_id for each in self._pending]
             logger.error(
@@ -150,36 +145,28 @@ class SingleParameterGather:
         Raises:
             UnsupportedError: a parameter was partitioned after `attach`.
         """
-        with in_profile("gather.fetch"):
-            return self._fetch(params, safe_mode, quantize)
-
-    def _fetch(
-        self, params: Iterable[PartitionedParameter], safe_mode: bool, quantize: bool
-    ) -> GatherHandle:
         by_id = {param.ds_id: param for param in params}
-        if quantize or safe_mode:
-            return GatherHandle(
-                [], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize)
-            )
-        fetch = self.plan.split(by_id)
-        by_us = [by_id[i] for i in fetch.singles] + [
-            by_id[i] for bucket in fetch.buckets for i in bucket
-        ]
-        complete_weights_of(by_us)
-        _mark_in_flight(by_us)
         works: list[Any] = []
         pending: list[FetchedParameter] = []
-        for ranks, members in self._by_group([by_id[i] for i in fetch.singles]):
-            works += gather_singles(members, ranks, self.grouped)
-            pending += members
-        for bucket in fetch.buckets:
-            for ranks, members in self._by_group([by_id[i] for i in bucket]):
-                works.append(gather_together(members, ranks))
+        with in_profile("gather.fetch"):
+            if quantize or safe_mode:
+                left = self._leave_to_upstream(list(by_id.values()), safe_mode, quantize)
+                return GatherHandle(works, pending, left)
+            fetch = self.plan.split(by_id)
+            singles, *buckets = ([by_id[i] for i in ids] for ids in (fetch.singles, *fetch.buckets))
+            by_us = [param for params in (singles, *buckets) for param in params]
+            complete_weights_of(by_us)
+            _mark_in_flight(by_us)
+            for ranks, members in self._by_group(singles):
+                works += gather_singles(members, ranks, self.grouped)
                 pending += members
-        self.num_collectives += len(works)
-        return GatherHandle(
-            works, pending, self._leave_to_upstream([by_id[i] for i in fetch.upstream])
-        )
+            for bucket in buckets:
+                for ranks, members in self._by_group(bucket):
+                    works.append(gather_together(members, ranks))
+                    pending += members
+            self.num_collectives += len(works)
+            left = self._leave_to_upstream([by_id[i] for i in fetch.upstream])
+            return GatherHandle(works, pending, left)
 
     def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
         """DeepSpeed's closure of a parameter that this object serves."""
@@ -245,7 +232,19 @@ def attach(
     ranks = RankGroup.of(group)
     params: list[PartitionedParameter] = list(module.parameters())
     grouped = can_group(ranks)
-    plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
+    if (least := settings.stage3_single_param_min_numel) is None:
+        least = 0 if grouped else UNGROUPED_MIN_NUMEL
+    facts = [
+        ParameterFacts(
+            param.ds_id,
+            param.ds_numel,
+            param.ds_zero_partition_world_size,
+            is_quantized(param, settings),
+            is_on_nvme(param),
+        )
+        for param in params
+    ]
+    plan = plan_gather(facts, least)
     require_same_plan("the all-gather of single parameters", plan, ranks)
     # otherwise it is in the start report
     level = logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG
@@ -286,22 +285,6 @@ def _set_gather(
         param.all_gather_coalesced = choose(param)
 
 
-def _min_numel(settings: ZeroFields, grouped: bool) -> int:
-    if settings.stage3_single_param_min_numel is not None:
-        return settings.stage3_single_param_min_numel
-    return 0 if grouped else UNGROUPED_MIN_NUMEL
-
-
-def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
-    return ParameterFacts(
-        parameter_id=param.ds_id,
-        numel=param.ds_numel,
-        num_ranks=param.ds_zero_partition_world_size,
-        is_quantized=is_quantized(param, settings),
-        is_on_nvme=is_on_nvme(param),
-    )
-
-
 # -- weights on their way --------------------------------------------------------------------------
 
 _owners: weakref.WeakValueDictionary[int, LateWeights] = weakref.WeakValueDictionary()
@@ -313,9 +296,9 @@ class LateWeights:
 
     Args:
         places: where each parameter lies in the partitions, by ``ds_id``.
-        prefetches: those of that optimizer's model, off while weights are in flight. DeepSpeed
-            prefetches another bucket with each fetch, so it would soon be far ahead of the forward,
-            and a fetch waits for earlier prefetches.
+        prefetches: allows those of that optimizer's model, or none while weights are in flight:
+            DeepSpeed prefetches another bucket with each fetch, so it would soon be far ahead of
+            the forward, and a fetch waits for earlier prefetches.
         persistent: parameters that are complete when a step returns.
     """
 
@@ -323,13 +306,13 @@ class LateWeights:
         self,
         host: HostOptimizer,
         places: Mapping[int, Extent],
-        prefetches: Prefetches,
+        prefetches: Callable[[bool], None],
         persistent: Iterable[Any],
     ) -> None:
         self._host = host
         self._places = places
         self._prefetches = prefetches
-        _join_gathers()
+        before_gathers(complete_weights_of)
         for number in places:
             _owners[number] = self
         mine = self._parts(param for param in persistent if param.ds_id in places)
@@ -348,7 +331,7 @@ class LateWeights:
 
     def choose_prefetches(self) -> None:
         """Turn prefetches off while weights are in flight; called after each step and gather."""
-        self._prefetches.allow(not self._host.link.stream.are_awaited)
+        self._prefetches(not self._host.link.stream.are_awaited)
 
 
 def complete_weights_of(params: Iterable[Any]) -> None:
@@ -360,8 +343,3 @@ def complete_weights_of(params: Iterable[Any]) -> None:
             by_owner.setdefault(id(owner), (owner, []))[1].append(param)
     for owner, mine in by_owner.values():
         owner.complete(mine)
-
-
-@functools.cache
-def _join_gathers() -> None:
-    before_gathers(complete_weights_of)

@@ -190,7 +190,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
-        """Write a file of a checkpoint, or a model alone."""
         numbers: list[int] = []
         try:
             holes = write_skeleton(content, path)
@@ -317,7 +316,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._home.require()
         if (saving := self._saving) is None:
             return
-        all_end = not ends or self._all_end(saving)
+        all_end = not ends
+        if ends:  # ranks meet before they wait for files, which may take long
+            with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
+                all_end = self._ranks.meet(f"end of save {saving.id}", LONGEST_MEETING_SECONDS)
         saving.wait(self.kept)
         try:
             if not all_end:
@@ -341,14 +343,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 f"{time.perf_counter() - saving.begin:.2f} s after training went on; steps waited "
                 f"{saving.link.write_wait_seconds - saving.waited:.2f} s for it"
             )
-
-    def _all_end(self, saving: _Saving) -> bool:
-        """Whether the engine ends on all ranks now. They meet before they wait for files, which may
-        take long."""
-        try:
-            return self._ranks.meet(f"end of save {saving.id}", LONGEST_MEETING_SECONDS)
-        except (RuntimeError, ValueError):  # the process group or its store has ended
-            return False
 
     # -- loading -----------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ supported.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +21,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.reshard import Resharding, Target
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
+    Resharding,
     SavedCheckpoint,
     SavedPartitions,
+    Target,
 )
 from deepspeed_ext.adapter.upstream import (
     PipelineEngine,
@@ -40,7 +40,7 @@ from deepspeed_ext.checkpoint.file import reading, unmarked
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted, log_once, logger
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted, logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
     RankGroup,
@@ -273,12 +273,6 @@ class Load:
             changes["load_from_fp32_weights"] = True
         if changes:
             swaps.append(Swap(engine._config, "zero_config", before.model_copy(update=changes)))
-        if changes and self._ranks.rank == 0:
-            why = "the layout has changed" if is_moved else "ZenFlow's weights are predictions"
-            fields = ", ".join(changes)
-            log_once(
-                logging.INFO, f"zero_optimization: {fields} without effect on this load: {why}"
-            )
         return swaps
 
     def _read(self, path: str) -> dict[str, Any]:
@@ -319,7 +313,6 @@ class Load:
         return [state if rank == target.rank else None for rank in range(target.ranks)]
 
     def _open_masters(self) -> None:
-        """Let p and the optimizer's state be written."""
         if self._zenflow is not None:
             self._zenflow.host.state.expose()
 

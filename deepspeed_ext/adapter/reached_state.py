@@ -119,7 +119,11 @@ class ExactWeights:
         """The weights of a partition to go back to: a copy, unless they are p already, as after a
         step of the exact rule."""
         weights, overlapped = self._partitions.weights(index), self._host.decided.rule.overlapped
-        return self._aside(weights) if overlapped or not self._is_rounded(index) else weights
+        is_rounded = not overlapped and all(
+            torch.equal(p.to(part.dtype).view(torch.uint8), part.to("cpu").view(torch.uint8))
+            for part, p in self._parts(index, _COMPARED_NUMEL)
+        )
+        return weights if is_rounded else self._aside(weights)
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy: on the host if gradients are there to save accelerator memory, or if the
@@ -128,13 +132,6 @@ class ExactWeights:
         if not on_host and not get_accelerator().is_synchronized_device():
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()
-
-    def _is_rounded(self, index: int) -> bool:
-        """Whether the weights of a partition are p, rounded, to the bit."""
-        return all(
-            torch.equal(p.to(part.dtype).view(torch.uint8), part.to("cpu").view(torch.uint8))
-            for part, p in self._parts(index, _COMPARED_NUMEL)
-        )
 
     def _round(self) -> None:
         for index in range(len(self._host.state.wholes)):

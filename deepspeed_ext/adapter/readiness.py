@@ -183,12 +183,10 @@ class Readiness:
 
     @property
     def passes(self) -> int:
-        """Number of backward passes that have ended."""
         return self._backward_pass.passes
 
     @property
     def has_passed(self) -> bool:
-        """Whether a backward pass has ended since the last step."""
         return self.passes != self._passes_taken
 
     def load_begins(self) -> None:

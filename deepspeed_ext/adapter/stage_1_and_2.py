@@ -86,30 +86,22 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             if param_padding is None:  # releases before 0.19.7 take none
                 return super_call(use_cpu_data)
             return super_call(use_cpu_data, param_padding)
-        with self._direct_buffers.resting():
+        with self._direct_buffers.resting(), in_profile("startup.flatten"):
+            # created before the first flat buffer takes the little memory that they need
+            if not self._flatten_ranks:
+                self._flatten_ranks = [
+                    RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
+                ]
+            index, begin = len(self.bit16_groups_flat), time.perf_counter()
             padding = [0] * len(tensor_list) if param_padding is None else param_padding
-            return self._flatten_together(tensor_list, alignment, padding)
-
-    def _flatten_together(
-        self, tensor_list: Sequence[torch.Tensor], alignment: int, param_padding: Sequence[int]
-    ) -> torch.Tensor:
-        assert self._flattener is not None
-        group_index = len(self.bit16_groups_flat)
-        # created before the first flat buffer takes the little memory that they need
-        if not self._flatten_ranks:
-            self._flatten_ranks = [
-                RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
-            ]
-        ranks = self._flatten_ranks[group_index]
-        layout = GroupLayout.of(tensor_list, param_padding, alignment)
-        # parameter groups of experts belong to fewer ranks
-        begin = time.perf_counter()
-        with in_profile("startup.flatten"), within(self._construction_ranks, ranks):
-            flat, plan = self._flattener.flatten(layout, ranks, group_index)
-            get_accelerator().synchronize()
-        self._flatten_seconds += time.perf_counter() - begin
-        self.flatten_plans.append(plan)
-        return flat
+            layout = GroupLayout.of(tensor_list, padding, alignment)
+            ranks = self._flatten_ranks[index]  # groups of experts belong to fewer ranks
+            with within(self._construction_ranks, ranks):
+                flat, plan = self._flattener.flatten(layout, ranks, index)
+                get_accelerator().synchronize()
+            self._flatten_seconds += time.perf_counter() - begin
+            self.flatten_plans.append(plan)
+            return flat
 
     def get_data_parallel_partitions(
         self, tensor: torch.Tensor, group_id: int
@@ -373,9 +365,9 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
         which stage 1 keeps until the last micro-step."""
         try:
             if include is None or OffloadStateTypeEnum.lp_grads in include:
-                self._sums = self._sums or Parked(
-                    self._summed(), unused=self._empty_buckets(), pins=pin_memory
-                )
+                empty = [bucket for bucket in self.ipg_buckets.values() if bucket.elements == 0]
+                unused = [buffer for bucket in empty for buffer in bucket.buffer]
+                self._sums = self._sums or Parked(self._summed(), unused=unused, pins=pin_memory)
             left = self.zenflow_parts.offload(include, pins=pin_memory)
             pins = pin_memory and memory.can_page_lock()  # before 0.19.6 torch would raise
             super().offload_states(left, device, pins, non_blocking)
@@ -391,10 +383,6 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
                     yield gradient
         for gradients in self.all_grad_tensors.values():
             yield from gradients or ()
-
-    def _empty_buckets(self) -> list[torch.Tensor]:
-        buckets = [bucket for bucket in self.ipg_buckets.values() if bucket.elements == 0]
-        return [buffer for bucket in buckets for buffer in bucket.buffer]
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)

@@ -16,10 +16,10 @@ from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
-    Prefetches,
     Swap,
     keep_masters_on_host,
     norm_shows_overflow,
+    prefetches_of,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_parts import StepsInProcess, ZenFlowParts
@@ -71,7 +71,7 @@ class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
         self._late_weights: LateWeights | None = None
         if self.host_optimizer.decided.wait is Wait.FORWARD:
-            places, prefetches = self._partitions.places(), Prefetches(self)
+            places, prefetches = self._partitions.places(), prefetches_of(self)
             self._late_weights = LateWeights(
                 self.host_optimizer, places, prefetches, self.persistent_parameters
             )

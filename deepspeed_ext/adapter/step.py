@@ -98,13 +98,10 @@ class AutocastScale:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
         self._scaler.load_state_dict(state)
 
 
 class StepPhase(enum.Enum):
-    """The phase of the optimizer's step."""
-
     BETWEEN = "no step runs"
     CHECKING = "it checks for overflows and computes the norm; nothing has changed yet"
     TAKING = "gradients are handed over and weights are written"
@@ -128,7 +125,6 @@ class GradientReceiver:
         return self.data.numel()
 
     def release(self) -> None:
-        """Drop the references to weights and gradient."""
         self.data = torch.empty(0, dtype=self.data.dtype, device="cpu")
         self.grad = None
 

@@ -32,7 +32,6 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
-from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -142,8 +141,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """The swaps that switch the extension on: ``deepspeed.initialize``, wrapped by `initialize`;
-    the classes of its engines, its config and the ZeRO section; how operators are compiled, without
-    the one that no training needs; and how ranks are found without a launcher."""
+    the classes of its engines, its config and the ZeRO section; the operator that no training
+    needs; and how ranks are found without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -152,7 +151,6 @@ def entry_swaps(
         Swap(deepspeed, "DeepSpeedConfig", config),
         zero_section_class(zero_config),
         no_shared_buffers(),
-        announced_builds(),
         ranks_without_mpi(),
     ]
 
@@ -182,27 +180,7 @@ def no_shared_buffers() -> Swap:
     return Swap(torch_backend_module, "build_shm_op", lambda: None)
 
 
-def announced_builds() -> Swap:
-    """Return a swap for the method that compiles or loads an operator of DeepSpeed: the first rank
-    of this host names a lock that it waits for, and torch prints nothing. If a build fails, the
-    error contains the compiler's output."""
-    jit_load = OpBuilder.jit_load
-
-    @functools.wraps(jit_load)
-    def announced(self: OpBuilder, verbose: bool = True) -> Any:
-        for lock, seconds in files.abandoned_locks() if local_rank() == 0 else ():
-            if lock.parent.name == self.name:
-                logger.warning(
-                    f"waiting for the lock {lock}, {seconds / 60:.0f} minutes old, which a killed "
-                    "build may have left: delete it, unless the operator is being built now"
-                )
-        return jit_load(self, verbose=False)
-
-    return Swap(OpBuilder, "jit_load", announced)
-
-
 def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
-    """Return a swap for the class of a config's ZeRO section."""
     return Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config)
 
 
@@ -282,7 +260,6 @@ def later_groups(optimizer: Any) -> list[Any]:
 
 
 def tensor_ranks(mpu: Any) -> int:
-    """Return the number of tensor-parallel ranks of an `mpu`."""
     return int(bwc_tensor_model_parallel_world_size(mpu))
 
 
@@ -323,6 +300,7 @@ def accelerator_branch_only() -> Swap:
     )
 
 
+@functools.cache
 def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> None:
     """Call `notify` with the parameters of every gather, of any model, before DeepSpeed reads their
     partitions. Permanent, because closures of any ``zero.Init`` may call the method later."""
@@ -336,18 +314,12 @@ def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> 
     Init._ensure_availability_of_partitioned_params = ensured
 
 
-class Prefetches:
-    """The prefetches of stage 3, which DeepSpeed launches with each fetch."""
-
-    _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
-
-    def __init__(self, optimizer: DeepSpeedZeroOptimizerStage3) -> None:
-        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
-        self._numel = getattr(self._coordinator, self._BUCKET)
-
-    def allow(self, allowed: bool) -> None:
-        """Let fetches prefetch as configured, or not at all."""
-        setattr(self._coordinator, self._BUCKET, self._numel if allowed else 0)
+def prefetches_of(optimizer: DeepSpeedZeroOptimizerStage3) -> Callable[[bool], None]:
+    """A function that lets the fetches of stage 3 prefetch as configured, or not at all."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    bucket = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+    numel = getattr(coordinator, bucket)
+    return lambda allowed: setattr(coordinator, bucket, numel if allowed else 0)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
@@ -422,7 +394,6 @@ PAGE = Path(__file__).with_name("contract.json")
 
 
 def release() -> tuple[int, int, int]:
-    """The installed DeepSpeed's version."""
     return deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
 
 

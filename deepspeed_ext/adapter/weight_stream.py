@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.reshard import Target
+from deepspeed_ext.adapter.saved_checkpoint import Target
 from deepspeed_ext.adapter.upstream import is_stored_quantized
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
 from deepspeed_ext.checkpoint.layout import Fragment, Placement
@@ -110,16 +110,13 @@ class _Stream:
         self.ranks = zenflow.state.host_ranks
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
         self._placements = target.layout.placements
-        self._entries = self._find_entries(engine.module)
-
-    def _find_entries(self, module: torch.nn.Module) -> list[_Entry]:
-        """All tensors of the state dict, in its order; a tied one at its first name."""
-        first_names = {id(param): name for name, param in module.named_parameters()}
+        # all tensors of the state dict, in its order; a tied one at its first name
+        first_names = {id(param): name for name, param in engine.module.named_parameters()}
         found: dict[int, tuple[list[str], torch.Tensor]] = {}
-        for name, value in module.state_dict(keep_vars=True).items():
+        for name, value in engine.module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
                 found.setdefault(id(value), ([], value))[0].append(name)
-        return [
+        self._entries = [
             self._entry(tuple(names), value, self._placements.get(first_names.get(key, "")))
             for key, (names, value) in found.items()
         ]

@@ -124,8 +124,12 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         """One line per mistake in our fields or in a field name; empty if DeepSpeed's own checks
         report the mistakes."""
         lines: dict[str, list[str]] = {}
+        sections = _sections(cls)
         for mistake in error.errors():
-            place = cls._without_branches([str(part) for part in mistake["loc"]])
+            place = [str(part) for part in mistake["loc"]]
+            # without the branch of its type that pydantic appends
+            while place and tuple(place[:-1]) not in sections:
+                place.pop()
             path, value = ".".join(["zero_optimization", *place]), shown(mistake["input"])
             # DeepSpeed has this section too, and reports it itself
             whole_section = place in (["zenflow"], [])
@@ -136,13 +140,6 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 lines.setdefault(f"{path} = {value}", []).append(mistake["msg"])
         found = [f"{what}: {', or '.join(why)}" if why else what for what, why in lines.items()]
         return "; ".join(found)
-
-    @classmethod
-    def _without_branches(cls, place: list[str]) -> list[str]:
-        """The path to a field, without the branch of its type that pydantic appends."""
-        sections = _sections(cls)
-        depth = next((n for n in range(len(place)) if tuple(place[:n]) not in sections), len(place))
-        return place[:depth]
 
     @classmethod
     def _meant(cls, place: Sequence[str]) -> str:
@@ -212,6 +209,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
 
 _BF16_STATES = "bf16.bf16_optimizer_states"
+_FP32 = "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
 
 REPLACED = {
     "zero_optimization.offload_optimizer.super_offload": (
@@ -223,13 +221,9 @@ REPLACED = {
     "zero_optimization.pipeline_loading_checkpoint": (
         "all ranks load at once, and map their files to read only what they need"
     ),
-    "bf16.bf16_master_weights_and_grads": (
-        "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
-    ),
-    "fp16.fp16_master_weights_and_grads": (
-        "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
-    ),
-    _BF16_STATES: ("zenflow.state_dtype says float32, or this rule keeps m and v in fp32"),
+    "bf16.bf16_master_weights_and_grads": _FP32,
+    "fp16.fp16_master_weights_and_grads": _FP32,
+    _BF16_STATES: "zenflow.state_dtype says float32, or this rule keeps m and v in fp32",
 }
 """Settings that ZenFlow replaces with something at least as good, each with that replacement."""
 
@@ -305,9 +299,6 @@ def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:
 
 # -- refusals --------------------------------------------------------------------------------------
 
-_Row = tuple[str, bool, str]
-"""A setting, as in the config; whether it is given; why it cannot be combined with ZenFlow."""
-
 
 def require_supported(
     section: Any,
@@ -328,67 +319,49 @@ def require_supported(
     if (zenflow := section.zenflow) is None:
         return
     limits, of_rule = limits_of(zenflow), f'update_rule = "{zenflow.rule}"'
-    _refuse(
-        *_of_section(section, of_rule, limits),
-        (
-            "async_save = true with checkpoint.use_node_local_storage",
-            zenflow.async_save and node_local_storage,
-            "all ranks must write to one folder",
-        ),
-        (
-            f"{of_rule} with {tensor_ranks} tensor-parallel ranks",
-            bool(limits) and tensor_ranks > 1,
-            limits,
-        ),
-        (
-            f"{of_rule} with layers that stages of a pipeline share",
-            bool(limits) and ties_stages,
-            limits,
-        ),
-        (
-            "expert_parallel.enabled = true",
-            makes_experts,
+    refused = _of_section(section, limits)
+    if zenflow.async_save and node_local_storage:
+        setting = "async_save = true with checkpoint.use_node_local_storage"
+        refused[setting] = "all ranks must write to one folder"
+    if limits and tensor_ranks > 1:
+        refused[f"{of_rule} with {tensor_ranks} tensor-parallel ranks"] = limits
+    if limits and ties_stages:
+        refused[f"{of_rule} with layers that stages of a pipeline share"] = limits
+    if makes_experts:
+        refused["expert_parallel.enabled = true"] = (
             "AutoEP is not built; DeepSpeed's MoE layer works at stages 1 and 2, and experts that "
-            "are not distributed work at any stage",
-        ),
-    )
+            "are not distributed work at any stage"
+        )
+    _refuse(refused)
 
 
-def _of_section(section: Any, of_rule: str, limits: str) -> Iterator[_Row]:
-    zenflow, offload = section.zenflow, section.offload_optimizer
-    yield (
-        "stage = 0",
-        section.stage == 0,
-        "DeepSpeed neither partitions nor offloads an optimizer at that stage",
-    )
+def _of_section(section: Any, limits: str) -> dict[str, str]:
+    """Settings of the section that cannot be combined with ZenFlow, each with why."""
+    zenflow, refused = section.zenflow, dict[str, str]()
+    if section.stage == 0:
+        why = "DeepSpeed neither partitions nor offloads an optimizer at that stage"
+        refused["stage = 0"] = why
     for name in ("offload_optimizer", "offload_param"):
-        on_nvme = getattr(getattr(section, name), "device", None) == "nvme"
-        yield f'{name}.device = "nvme"', on_nvme, "it is not built"
-    yield from zenflow.refused_moments(limits, LARGEST_BLOCK)
-    # with offload_param it has no effect
-    on_host, ratio = zenflow.gradients_on_host and section.offload_param is None, section.host_ratio
-    yield (
-        "gradients_on_host = true at stage 1",
-        bool(on_host) and section.stage == 1,
-        "DeepSpeed keeps the whole gradient on the accelerator until it is reduced: use stage 2",
-    )
-    shown = '"auto" (or "fit")' if ratio == "auto" else f"{ratio or 0.0:g}"
-    yield (
-        f"gradients_on_host = true with offload_optimizer.ratio = {shown}",
-        bool(on_host) and offload is not None and ratio not in (None, 1.0),
-        "what steps on the accelerator needs its gradients there",
-    )
+        if getattr(getattr(section, name), "device", None) == "nvme":
+            refused[f'{name}.device = "nvme"'] = "it is not built"
+    refused |= zenflow.refused_moments(limits, LARGEST_BLOCK)
+    if zenflow.gradients_on_host and section.offload_param is None:  # otherwise without effect
+        if section.stage == 1:
+            refused["gradients_on_host = true at stage 1"] = (
+                "DeepSpeed keeps the whole gradient on the accelerator until it is reduced: use "
+                "stage 2"
+            )
+        if (ratio := section.host_ratio) not in (None, 1.0):
+            shown = '"auto" (or "fit")' if ratio == "auto" else f"{ratio:g}"
+            setting = f"gradients_on_host = true with offload_optimizer.ratio = {shown}"
+            refused[setting] = "what steps on the accelerator needs its gradients there"
     given = section.model_dump(include={"compute_grad_norm", "mics_shard_size"})
-    yield (
-        "compute_grad_norm = false",
-        given.get("compute_grad_norm") is False,  # a field since DeepSpeed 0.19.7
-        "DeepSpeed refuses it with CPU offload",
-    )
-    yield (
-        "mics_shard_size",
-        (given.get("mics_shard_size") or 0) > 0,  # a field until DeepSpeed 0.19.6
-        "DeepSpeed has an optimizer of its own for it; zero_hpz_partition_size divides alike",
-    )
+    if given.get("compute_grad_norm") is False:  # a field since DeepSpeed 0.19.7
+        refused["compute_grad_norm = false"] = "DeepSpeed refuses it with CPU offload"
+    if (given.get("mics_shard_size") or 0) > 0:  # a field until DeepSpeed 0.19.6
+        why = "DeepSpeed has an optimizer of its own for it; zero_hpz_partition_size divides alike"
+        refused["mics_shard_size"] = why
+    return refused
 
 
 def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None:
@@ -398,24 +371,22 @@ def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None
     Raises:
         ConfigError: either is on.
     """
-    _refuse(
-        (
-            "engine.compile with compiled_autograd_enabled=True",
-            is_autograd_compiled,
-            "a compiled backward pass cannot queue the callback that completes the gradients",
-        ),
-        (
-            "engine.compile() with compile.deepcompile",
-            is_deepcompile,
-            "it removes the hooks that give an offloaded optimizer its gradients, so ZeRO-Offload "
-            "does not train with it either",
-        ),
-        remedy="leave it out, and engine.compile() compiles the model with torch.compile",
-    )
-
-
-def _refuse(*rows: _Row, remedy: str = "remove that setting or the zenflow section") -> None:
-    if found := [f"{setting} ({why})" for setting, given, why in rows if given]:
-        raise ConfigError(
-            f"zero_optimization.zenflow does not support {' and '.join(found)}: {remedy}"
+    refused = {}
+    if is_autograd_compiled:
+        refused["engine.compile with compiled_autograd_enabled=True"] = (
+            "a compiled backward pass cannot queue the callback that completes the gradients"
         )
+    if is_deepcompile:
+        refused["engine.compile() with compile.deepcompile"] = (
+            "it removes the hooks that give an offloaded optimizer its gradients, so ZeRO-Offload "
+            "does not train with it either"
+        )
+    _refuse(refused, "leave it out, and engine.compile() compiles the model with torch.compile")
+
+
+def _refuse(
+    refused: Mapping[str, str], remedy: str = "remove that setting or the zenflow section"
+) -> None:
+    if refused:
+        found = " and ".join(f"{setting} ({why})" for setting, why in refused.items())
+        raise ConfigError(f"zero_optimization.zenflow does not support {found}: {remedy}")

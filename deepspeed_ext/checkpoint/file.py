@@ -102,7 +102,6 @@ class SavedFile:
 
 
 def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf) -> None:
-    """Verify the checksums of a file's records of these sizes."""
     with open(path, "rb") as file:
         is_zip = file.read(2) == b"PK"
     if not is_zip:
@@ -118,7 +117,13 @@ def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf
             if len(summed) < len(found):
                 _warn_of_unsummed(path)
             wanted = [each for each in summed if least_bytes <= each.file_size <= most_bytes]
-            list(threads.map(lambda record: _read_through(archive, record), wanted))
+
+            def read_through(record: zipfile.ZipInfo) -> None:
+                with archive.open(record) as bytes_of_record:
+                    while bytes_of_record.read(_CHUNK_BYTES):
+                        pass  # at the end it compares the checksum
+
+            list(threads.map(read_through, wanted))
     except OSError:
         raise
     except Exception as error:  # a damaged header may say anything
@@ -131,12 +136,6 @@ def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf
 def _warn_of_unsummed(path: str) -> None:
     folder, name = os.path.split(path)
     warn_once(f"{folder}: files such as {name} have no checksums, so damage would go unnoticed")
-
-
-def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    with archive.open(record) as bytes_of_record:
-        while bytes_of_record.read(_CHUNK_BYTES):
-            pass  # at the end it compares the checksum
 
 
 @contextmanager

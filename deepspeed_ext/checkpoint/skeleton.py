@@ -72,7 +72,8 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
                 value = plain(value)
                 noted = self.reducer_override(value)
                 return value.__reduce_ex__(_PROTOCOL) if noted is NotImplemented else noted
-            if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _has_storage(value):
+            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+            if not is_plain or value.layout != torch.strided or value.is_meta or value.is_quantized:
                 return NotImplemented
             if value.device.type == "cpu":
                 storage = value.untyped_storage()
@@ -106,13 +107,13 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
             f"{path} has {len(places)} storages, but {len(storages)} were found in the content, "
             "or their sizes differ"
         )
-    return [
-        Hole(sources[key] if key in sources else _bytes_of(storage), offset, crc_offsets)
-        for (key, storage), (nbytes, offset, crc_offsets) in zip(
-            storages.items(), places, strict=True
-        )
-        if nbytes
-    ]
+    holes = []
+    for (key, storage), (nbytes, offset, crcs) in zip(storages.items(), places, strict=True):
+        values = sources.get(key)
+        if values is None:
+            values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        holes += [Hole(values, offset, crcs)] if nbytes else []
+    return holes
 
 
 def fill_holes(path: str, holes: Sequence[Hole]) -> None:
@@ -142,20 +143,12 @@ def _on_host(values: torch.Tensor, chunk: torch.Tensor | None) -> Iterator[torch
             yield chunk[: part.nbytes].copy_(part)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-
-
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A host tensor like `tensor`, without memory."""
     with FakeTensorMode():
         return torch.empty(
             tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _places(path: str) -> list[tuple[int, int, tuple[int, int]]]:

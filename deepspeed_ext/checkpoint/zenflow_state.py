@@ -66,7 +66,6 @@ class SavedState:
 
     @property
     def layout(self) -> StateLayout:
-        """The state of the optimizer that saved it."""
         return replace(LAYOUTS[self.optimizer], moment_dtype=self.moment_dtype)
 
     @property

@@ -171,7 +171,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
     of_all = _Parser(
         prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False
     )
@@ -271,7 +270,6 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Plan cores or memory."""
     _require_of_one_plan(arguments)
     if arguments.memory:
         from deepspeed_ext.commands.memory.fit import run_from_cli

@@ -67,7 +67,6 @@ class Report(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
         return all(status != "FAIL" for status, _ in self.checks.values())
 
     def as_text(self) -> str:
@@ -157,7 +156,6 @@ def _filled(section: Mapping[str, Any], where: str, changes: list[str]) -> dict[
 
 
 def start_rank(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
-    """Start a rank with `log` as its output."""
     command = python_command("deepspeed_ext.commands.verify", str(folder), str(os.getpid()))
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
     return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
@@ -413,7 +411,6 @@ class Rank:
         self.first = {name: weight.to(self.dtype).float() for name, weight in before.items()}
 
     def make_engine(self, model: nn.Module) -> None:
-        """Build the engine, as a user's script does."""
         given = {"model_parameters": list(model.parameters()), "config": self.config}
         self.engine = deepspeed_ext.initialize(model=model, **given)[0]
 
@@ -509,7 +506,6 @@ class Rank:
         return "FAIL", f"{what}masters differ by {apart:.2%} of the movement"
 
     def load(self) -> None:
-        """Load the checkpoint, as a user's script does."""
         path, _ = self.engine.load_checkpoint(str(self.folder / "saved"), tag="saved")
         if path is None:
             raise FileNotFoundError("load_checkpoint found nothing to load")
@@ -533,7 +529,6 @@ class Rank:
         return "FAIL", f"{most} more steps without an error: they trained without it"
 
     def end(self) -> None:
-        """End as a script does."""
         self.engine.destroy()
         dist.destroy_process_group()
 

@@ -212,7 +212,6 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def rule(self) -> RuleName:
-        """The update rule in use."""
         return self.update_rule or (
             "selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive"
         )
@@ -236,7 +235,6 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def keeps_exact_moments(self) -> bool:
-        """Whether the moments are fp32."""
         return self.state_dtype == "float32"
 
     def state_of(self, layout: LayoutT) -> LayoutT:
@@ -250,29 +248,18 @@ class ZenFlowConfig(ConfigSection):
             return self
         return self.model_copy(update={"state_dtype": "bfloat16"})
 
-    def refused_moments(self, limits: str, largest_block: int) -> list[tuple[str, bool, str]]:
-        """Settings that contradict ``state_dtype``: what is said of them, whether they are given,
-        and the reason.
-
-        Args:
-            limits: why the rule needs fp32 moments; empty: it does not.
-            largest_block: elements of the largest block with one scale.
-        """
-        setting = f'zenflow.state_dtype = "{self.state_dtype}" with'
-        too_large = self.state_dtype == "int8" and self.block_size > largest_block
-        return [
-            (
-                f'{setting} update_rule = "{self.rule}"',
-                not self.keeps_exact_moments and bool(limits),
-                limits,
-            ),
-            (
-                f"{setting} block_size above {largest_block}",
-                too_large,
+    def refused_moments(self, limits: str, largest_block: int) -> dict[str, str]:
+        """Settings that contradict ``state_dtype``, each with the reason: the rule needs fp32
+        moments, because of its `limits`, or blocks have more elements than one scale can serve."""
+        setting, refused = f'zenflow.state_dtype = "{self.state_dtype}" with', dict[str, str]()
+        if limits and not self.keeps_exact_moments:
+            refused[f'{setting} update_rule = "{self.rule}"'] = limits
+        if self.state_dtype == "int8" and self.block_size > largest_block:
+            refused[f"{setting} block_size above {largest_block}"] = (
                 "a block has one scale, and in a large one most moments are small beside the "
-                "largest: lower block_size",
-            ),
-        ]
+                "largest: lower block_size"
+            )
+        return refused
 
     @property
     def warm_up_steps(self) -> int | None:

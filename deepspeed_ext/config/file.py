@@ -91,14 +91,12 @@ def require_fields(config: Mapping[Any, Any]) -> None:
 
 
 def _no_object(name: str, value: Any) -> str:
-    """The message for a section that is not an object."""
     example = EXAMPLES.get(name.rpartition(".")[2], "{}")
     hint = f" ({_YAML})" if isinstance(value, str) and ":" in value else ""
     return f"{name} = {shown(value)}: expected an object, such as {example}{hint}"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs, without duplicate keys."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ValueError(f"duplicate keys: {', '.join(twice)}")

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,8 +71,6 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of `agree` on one rank."""
-
     mine: RankPlan | None
     """None if this rank stays unbound."""
     host: HostPlan | None
@@ -135,7 +133,10 @@ def agree(
     with together(ranks):
         peers = sorted(found, key=lambda peer: (peer.facts.local_rank, peer.rank))
         position = peers.index(mine)
-        if problem := _why_unbound(peers):
+        problem = "; ".join(f"rank {peer.rank}: {peer.unbound}" for peer in peers if peer.unbound)
+        if not problem and len({peer.topology_digest for peer in peers}) > 1:
+            problem = "its ranks see different CPUs (separate containers)"
+        if problem:
             warnings = (*warnings, f"no core binding on this host: {problem}")
             return Agreement(None, None, "unbound", warnings, position == 0, request)
         # Local ranks may repeat (ranks started by hand, several containers); positions do not.
@@ -145,14 +146,6 @@ def agree(
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
         text, warnings = plan_text(topology, host), (*warnings, *host.warnings)
         return Agreement(plan, host, text, warnings, position == 0, request)
-
-
-def _why_unbound(peers: Sequence[RankReport]) -> str:
-    """Say why the ranks of a host must all stay unbound; "" if they need not."""
-    if unbound := [f"rank {peer.rank}: {peer.unbound}" for peer in peers if peer.unbound]:
-        return "; ".join(unbound)
-    is_one = len({peer.topology_digest for peer in peers}) == 1
-    return "" if is_one else "its ranks see different CPUs (separate containers)"
 
 
 def pci_address() -> str | None:

@@ -38,8 +38,6 @@ from deepspeed_ext.runtime.proc import (
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core."""
-
     id: int
     """The lowest CPU number of its online hardware threads, whether allowed or not."""
     pus: tuple[int, ...]

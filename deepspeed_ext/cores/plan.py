@@ -55,8 +55,6 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asks for."""
-
     pt_reserved_cores: int | float | None = None
     """Cores of a rank kept for PyTorch: a count or a fraction. None: see `split_cores`."""
     optimizer_cores: int | None = None
@@ -71,8 +69,6 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The CPUs of one rank."""
-
     local_rank: int
     pytorch: tuple[int, ...]
     """CPUs of the trainer's threads: all allowed hardware threads of its cores."""
@@ -125,7 +121,6 @@ def plan_host(
 
 
 def usable_cores(topology: Topology, allowed: frozenset[int]) -> Usable:
-    """Return the cores that a rank may use."""
     usable = {
         core: tuple(pu for pu in core.pus if pu in allowed)
         for core in sorted(topology.cores, key=lambda core: core.order)
@@ -191,7 +186,12 @@ class _HostPlanner:
         cuts = [index * len(nodes) // number for index in range(number + 1)]
         places = [nodes[first:last] for first, last in pairwise(cuts)]
         held = [[core for core in cores if core.node in place] for place in places]
-        homes = [self._nearest(rank.accelerator_node, nodes) for rank in ranks]
+        # neighbours have neighbouring numbers: on one socket, as a rule
+        wanted = [rank.accelerator_node for rank in ranks]
+        homes = [
+            None if w is None else min(nodes, key=lambda node: (abs(node - w), node))
+            for w in wanted
+        ]
         for index, members in enumerate(self._seated(homes, places, held)):
             home = homes[members[0]] if members else None
             if home is None or home not in places[index]:
@@ -202,12 +202,6 @@ class _HostPlanner:
                 share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
                 yield ranks[member], list(islice(left, limit))
-
-    def _nearest(self, wanted: int | None, nodes: Sequence[int]) -> int | None:
-        """Neighbours have neighbouring numbers: on one socket, as a rule."""
-        if wanted is None:
-            return None
-        return min(nodes, key=lambda node: (abs(node - wanted), node))
 
     def _seated(
         self,

@@ -74,7 +74,6 @@ class GroupLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat buffer."""
         return self.numel * self.dtype.itemsize
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:

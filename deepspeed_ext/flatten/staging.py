@@ -102,11 +102,6 @@ class Staging:
             self._events[chunk_index] = None
 
 
-def _is_for_host(device: Any) -> bool:
-    """Whether a torch factory function called with `device` allocates on the host."""
-    return (torch.get_default_device() if device is None else torch.device(device)).type == "cpu"
-
-
 class DirectBuffers(TorchFunctionMode):
     """While active, makes each master partition with a single copy, and allocates zero buffers
     page-locked at once.
@@ -163,10 +158,12 @@ class DirectBuffers(TorchFunctionMode):
         if func is torch.Tensor.to and self._is_partition(args[0]):
             partition, self._partition = args[0], None
             return self._master(partition, torch.device(kwargs["device"]), kwargs["dtype"])
-        if func in (torch.zeros, torch.full) and self._pin and _is_for_host(kwargs.get("device")):
-            return self._page_locked(
-                func(*args, **{**kwargs, "device": "meta"}), kwargs.get("fill_value", 0)
-            )
+        if func in (torch.zeros, torch.full) and self._pin:
+            device = torch.device(kwargs.get("device") or torch.get_default_device())
+            if device.type == "cpu":
+                like = func(*args, **{**kwargs, "device": "meta"})
+                buffer = allocation.host_empty(like.numel(), like.dtype, pin=True)
+                return buffer.view(like.shape).fill_(kwargs.get("fill_value", 0))
         return func(*args, **kwargs)
 
     def _is_partition(self, tensor: torch.Tensor) -> bool:
@@ -188,10 +185,6 @@ class DirectBuffers(TorchFunctionMode):
         master = allocation.host_empty(partition.numel(), dtype, self._pin)
         Staging(partition.dtype).to_host(partition, master)
         return master
-
-    def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:
-        buffer = allocation.host_empty(like.numel(), like.dtype, pin=True)
-        return buffer.view(like.shape).fill_(value)
 
 
 class NoMasters(TorchFunctionMode):

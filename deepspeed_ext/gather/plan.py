@@ -20,8 +20,6 @@ from deepspeed_ext.runtime.log import counted
 
 
 class GatherMode(Enum):
-    """How a parameter is gathered."""
-
     SINGLE = "single"
     """By its own collective, directly into its own storage."""
     SHARED = "shared"

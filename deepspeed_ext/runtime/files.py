@@ -1,5 +1,5 @@
 """Crash-safe file operations: when they return, the disk has the result, and no file is ever
-partial. Also finds the locks that killed builds of operators have left."""
+partial."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import errno
 import os
 import shutil
 import struct
-import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 _TEMPORARY = ".dsext-tmp"
 _CRC = struct.Struct("<I")
@@ -130,28 +128,3 @@ def remove_tree(path: str) -> None:
             return
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
-
-
-_OLD_LOCK_SECONDS = 60
-
-
-def operator_folder() -> Path:
-    """The folder in which torch compiles operators, in one folder per operator."""
-    # a user may have no home
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
-
-
-def abandoned_locks() -> list[tuple[Path, float]]:
-    """Locks of DeepSpeed's operators that are older than a minute, with their age in seconds: torch
-    up to 2.13 waits for them forever, silently. One may belong to a long build that still runs.
-    None from torch 2.14 on, which locks the file itself: it stays after every build."""
-    from torch.utils import cpp_extension  # slow to import
-
-    found = []
-    with contextlib.suppress(OSError):
-        for lock in operator_folder().glob("**/lock"):
-            age = time.time() - lock.stat().st_mtime
-            if age > _OLD_LOCK_SECONDS and hasattr(cpp_extension, "FileBaton"):
-                found.append((lock, age))
-    return found

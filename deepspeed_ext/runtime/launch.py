@@ -12,11 +12,11 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import logger, quoted
+from deepspeed_ext.runtime.log import logger
 
 SET_EVERYTHING = {
     "TORCHELASTIC_RUN_ID": "torchrun",
@@ -60,11 +60,12 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
         return _missing(given, found)
     by_hand = [name for name in NUMBERS[:3] if name in given]
     if len(by_hand) == 3:
-        rank, size, local_rank = _numbers(given, by_hand)
-        if not local_rank <= rank < size:
+        rank, size, local_rank = (given[name][:40] for name in by_hand)
+        is_right = all(given[name].isdecimal() for name in by_hand)
+        if not is_right or not int(local_rank) <= int(rank) < int(size):
             raise ConfigError(
-                f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below "
-                "WORLD_SIZE, and LOCAL_RANK not above RANK"
+                f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected numbers, "
+                "RANK below WORLD_SIZE, and LOCAL_RANK not above RANK"
             )
     elif by_hand:
         raise ConfigError(
@@ -95,19 +96,17 @@ def _missing(given: Mapping[str, str], found: LaunchPlan) -> LaunchPlan:
 def _launched(given: Mapping[str, str]) -> LaunchPlan | None:
     """The innermost launcher, because srun may start mpirun, with all variables as it has them, and
     MASTER_ADDR empty if it does not know; None: there is none."""
-    job, address = next((given[name] for name in JOB_IDS if name in given), ""), ""
     if any(name in given for name in OPEN_MPI):
-        launcher, numbers = "mpirun (Open MPI)", _numbers(given, OPEN_MPI)
+        launcher, names = "mpirun (Open MPI)", OPEN_MPI
     elif "PMI_RANK" in given and (
         "SLURM_PROCID" not in given or any(name in given for name in PMI[2:])
     ):
-        launcher, numbers = "mpiexec (PMI)", _numbers(given, PMI)
+        launcher, names = "mpiexec (PMI)", PMI
     elif "SLURM_PROCID" in given:  # also srun --mpi=pmi2
         if "SLURM_STEP_NUM_TASKS" not in given and given.get("SLURM_NTASKS", "1") == "1":
             return None  # a batch script, outside of srun
-        launcher, numbers = "srun", _numbers_of_slurm(given)
-        job = f"{_value(given, 'SLURM_JOB_ID')}.{given.get('SLURM_STEP_ID', '')}"
-        address = _first_host(_value(given, "SLURM_STEP_NODELIST"))
+        _require_task(given)
+        launcher, names = "srun", SRUN
     elif "PMIX_RANK" in given:
         raise ConfigError(
             "PMIX_RANK is set, which gives this process's number but not how many there are: "
@@ -115,13 +114,26 @@ def _launched(given: Mapping[str, str]) -> LaunchPlan | None:
         )
     else:
         return None
-    rank, size, local_rank, local_size = numbers
-    if not (local_rank <= rank < size and local_rank < local_size <= size):
+    job, address = next((given[name] for name in JOB_IDS if name in given), ""), ""
+    try:
+        rank, size, local_rank, local_size = (int(given[name]) for name in names)
+        if names is SRUN:  # whose fourth is the node's number
+            tasks = _tasks_of_nodes(given["SLURM_STEP_TASKS_PER_NODE"])
+            local_size = tasks[local_size] if sum(tasks) == size else 0
+            job = f"{given['SLURM_JOB_ID']}.{given.get('SLURM_STEP_ID', '')}"
+            # node01 of node[01-03,7],login; containers often lack `scontrol show hostnames`
+            hosts = re.sub(r"\[(\d+)[^\]]*\]", r"\1", given["SLURM_STEP_NODELIST"])
+            address = hosts.split(",")[0]
+    except (KeyError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"{launcher} numbers this process {rank} of {size}, and {local_rank} of "
-            f"{local_size} on its host, which cannot be: are variables of another job set?"
+            f"a variable of {launcher} is missing or malformed ({error}): start again, or {SET_ALL}"
+        ) from None
+    if not (0 <= local_rank <= rank < size and local_rank < local_size <= size):
+        raise ConfigError(
+            f"{launcher} numbers this process {rank} of {size}, and {local_rank} of {local_size} "
+            f"on its host, which cannot be: are variables of another job set? If so, {SET_ALL}"
         )
-    wanted = dict(zip(NUMBERS, map(str, numbers), strict=True))
+    wanted = dict(zip(NUMBERS, map(str, (rank, size, local_rank, local_size)), strict=True))
     wanted["MASTER_ADDR"] = address or ("127.0.0.1" if local_size == size else "")
     # a port that another job on the same host is unlikely to use
     port = FIRST_PORT + zlib.crc32(job.encode(errors="surrogateescape")) % PORTS
@@ -129,9 +141,7 @@ def _launched(given: Mapping[str, str]) -> LaunchPlan | None:
     return LaunchPlan(launcher, wanted)
 
 
-def _numbers_of_slurm(given: Mapping[str, str]) -> list[int]:
-    """A task's values of `NUMBERS`. Its local size comes from the counts of all nodes, such as
-    ``2(x3),1``."""
+def _require_task(given: Mapping[str, str]) -> None:
     if "SLURM_STEP_NUM_TASKS" not in given:
         raise ConfigError(
             f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not "
@@ -143,47 +153,12 @@ def _numbers_of_slurm(given: Mapping[str, str]) -> list[int]:
             f"each component of a heterogeneous Slurm job numbers its own tasks: {SET_ALL} for "
             "each task"
         )
-    rank, size, local_rank, node = _numbers(given, SRUN)
-    counts = _value(given, "SLURM_STEP_TASKS_PER_NODE")
-    groups = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", group) for group in counts.split(",")]
-    tasks = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
-    if not all(groups) or sum(tasks) != size or node >= len(tasks):
-        raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1 for "
-            f"SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node}; start again with srun, or "
-            f"{SET_ALL}"
-        )
-    return [rank, size, local_rank, tasks[node]]
 
 
-def _first_host(hostlist: str) -> str:
-    """The first of Slurm's host names, such as node01 of ``node[01-03,7],login``. Containers often
-    lack ``scontrol show hostnames``."""
-    found = re.match(r"(?:[\w.:-]|\[\d[\d,-]*\])+(?=,|$)", hostlist, re.ASCII)
-    if found is None:
-        raise ConfigError(
-            f"SLURM_STEP_NODELIST={quoted(hostlist)}: expected host names such as node[01-03,7]; "
-            f"{SET_ALL} instead"
-        )
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0])
-
-
-def _numbers(given: Mapping[str, str], names: Sequence[str]) -> list[int]:
-    for name in names:
-        if not re.fullmatch("[0-9]{1,9}", _value(given, name)):
-            raise ConfigError(
-                f"the environment variable {name}={quoted(given[name])}: expected a whole number"
-            )
-    return [int(given[name]) for name in names]
-
-
-def _value(given: Mapping[str, str], name: str) -> str:
-    if name not in given:
-        raise ConfigError(
-            f"the environment variable {name} is not set, though others of its launcher are: start "
-            f"again, or {SET_ALL}"
-        )
-    return given[name]
+def _tasks_of_nodes(counts: str) -> list[int]:
+    """The tasks of each node, of Slurm's counts such as ``2(x3),1``."""
+    groups = [group.rstrip(")").partition("(x") for group in counts.split(",")]
+    return [int(tasks) for tasks, _, times in groups for _ in range(int(times or 1))]
 
 
 def set_launch_variables() -> LaunchPlan:

@@ -171,11 +171,14 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 def available_by_limit(root: Path = Path("/")) -> dict[str, int]:
     """The bytes still available on the ``machine``, and under the limit of each of this process's
     control groups, by a text that is equal in processes that share the limit."""
-    groups = {
-        _identify(group): limit - use + min(use, _reclaimable(group / "memory.stat"))
-        for group, limit, use in _memory_limits(root)
-    }
-    return {"machine": _memory_info(root, "MemAvailable"), **groups}
+    available = {"machine": _memory_info(root, "MemAvailable")}
+    for group, limit, use in _memory_limits(root):
+        lines = (read_text(group / "memory.stat") or "").splitlines()
+        fields = dict(line.partition(" ")[::2] for line in lines)
+        # page cache that the kernel drops before it refuses an allocation
+        cache = int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
+        available[_identify(group)] = limit - use + min(use, cache)
+    return available
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[Path, int, int]]:
@@ -188,12 +191,6 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int, int]]:
         ):
             if limit is not None and use is not None:
                 yield group, limit, use
-
-
-def _reclaimable(path: Path) -> int:
-    """The bytes of page cache that the kernel drops before it refuses an allocation."""
-    fields = dict(line.partition(" ")[::2] for line in (read_text(path) or "").splitlines())
-    return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
 
 
 def _memory_info(root: Path, name: str) -> int:

@@ -391,7 +391,9 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     difference = len(os.path.commonprefix([each for each, _ in found]))  # noqa: RUF071
     start = max(0, difference - _SHOWN_BEFORE)
     listing = "; ".join(
-        f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found
+        f"{rank_list(members, ranks)}: {'...' if start else ''}{each[start : start + _SHOWN]}"
+        f"{'...' if len(each) > start + _SHOWN else ''}"
+        for each, members in found
     )
     if left := ranks.size - sum(len(members) for _, members in found):
         listing += f"; other plans on {left} more ranks"
@@ -402,8 +404,3 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
         ),
         ranks,
     )
-
-
-def _excerpt(text: str, start: int) -> str:
-    end = start + _SHOWN
-    return f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}"

@@ -61,7 +61,6 @@ class Stopwatch:
 
     @contextmanager
     def measured(self, stream: Any = None) -> Iterator[None]:
-        """Measure the block."""
         self.start(stream)
         try:
             yield

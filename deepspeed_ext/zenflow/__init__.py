@@ -55,17 +55,7 @@ updates        int32 [blocks]   arena "updates"        updates of each block so 
                                                        for a hot block
 =============  ===============  =====================  =========================================
 
-*Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer
-step*: at the boundary of gradient accumulation, not a micro-step. *Update*: one update of p and the
-moments. *Interval*: under the selective rule, optimizer steps whose gradients are handed over
-together. *Hand over*: give the worker gradients, in their slots. *In flight*: handed over, with the
-result not applied yet.
-
-Modules: in `step`, `optimizer` takes gradients, hands them over and waits; `rule` is the interface
-of an update rule and of its schedule, which says what each step does; `partition` describes the
-data, `metrics` measures, and `first_steps` chooses the share. `optimizers` holds what depends on
-the user's optimizer, `rules` the two rules. `transfers` moves gradients to the worker and its
-results to where they are used, and `kernels` holds the arithmetic on the accelerator. `worker`
-holds the optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic
-over host memory. `plan` decides what lives where; `start` builds exactly that.
+*Update*: one update of p and the moments. *Hand over*: give the worker gradients, in their slots.
+*In flight*: handed over, with the result not applied yet. Other words are those of
+docs/glossary.md; docs/architecture.md has the rooms.
 """

@@ -148,7 +148,10 @@ def start_optimizer(
     ]
     partitions = [Partition.of(plan, i, state, link.arena) for i, state in enumerate(states)]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
-        _copy_to_host(part[decided.head :], partition.master)
+        if part.device == partition.master.device:
+            partition.master.copy_(part[decided.head :])
+        else:  # in chunks, without an fp32 copy on the accelerator
+            Staging(part.dtype).to_host(part[decided.head :], partition.master)
     rule = RULES[plan.rule.name](plan, partitions, link, kind, ranks)
     store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
@@ -223,15 +226,6 @@ def _first_steps(
     of_rank = None if start.binding is None else start.binding.cores
     cores = None if of_rank is None else (count, of_rank)
     return FirstSteps(metrics, config, plan.measures_share, counts=counts, cores=cores)
-
-
-def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
-    """Fill p (`master`, 1-D fp32 [n], host) from weights of any dtype, without an fp32 copy of them
-    all on the accelerator."""
-    if weights.device == master.device:
-        master.copy_(weights)
-    else:
-        Staging(weights.dtype).to_host(weights, master)
 
 
 def _state(

@@ -95,6 +95,8 @@ class Variant:
         if stage == 3:  # several sub-groups
             config["zero_optimization"]["sub_group_size"] = 2000
         config["zero_optimization"] |= self.zero
+        if dtype == "bf16" and self.like in (STAY, PARAMS_STAY):  # sums that stay are rounded to it
+            config["data_types"] = {"grad_accum_dtype": "bf16"}
         return config
 
     def other(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class Variant:
         return config
 
 
-ON_HOST = {"gradients_on_host": True}
+ON_HOST, STAY = {"gradients_on_host": True}, {"gradients_on_host": False}
 WAITS = {"update_rule": "predictive", "overlap_step": False}
 """What the exact rule is like: a step waits for its own update."""
 PARAMS_ON_HOST = {
@@ -122,7 +124,7 @@ def _on_host(**section: Any) -> Variant:
     """Gradients that leave the accelerator in backward."""
     rule = "selective" if "topk_ratio" in section else "predictive"
     section = {"update_rule": rule} | section | ON_HOST
-    return Variant(section, like={"gradients_on_host": False}, device="sim")
+    return Variant(section, like=STAY, device="sim")
 
 
 def _exact(*, device: str = "sim", zero: dict[str, Any] | None = None, **section: Any) -> Variant:

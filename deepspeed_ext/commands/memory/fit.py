@@ -171,7 +171,6 @@ class Fit:
 
     @property
     def short(self) -> list[Place]:
-        """The places where memory is missing."""
         return [place for place, nbytes in self.left.items() if nbytes < 0]
 
     @property

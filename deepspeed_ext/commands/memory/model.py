@@ -40,7 +40,6 @@ class Model(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the weights."""
         return DTYPE_BYTES[self.dtype]
 
 

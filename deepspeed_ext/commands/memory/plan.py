@@ -70,7 +70,6 @@ class MemoryPlan:
         return max(self.nbytes(place, phase) for phase in Phase)
 
     def page_locked(self, phase: Phase) -> int:
-        """Page-locked bytes of a rank within a phase."""
         parts = self.parts[Place.HOST, phase]
         return sum(part.nbytes for part in parts if part.memory.is_page_locked)
 
@@ -135,7 +134,6 @@ class Zero:
         self.on_gpu = plan is None and not setup.offload  # masters and moments
 
     def held(self, place: Place) -> list[Part]:
-        """What is held between steps."""
         setup, moments = self.setup, 4 * self.n * len(self.setup.layout.moments)
         if place is Place.ACCELERATOR:
             weights, gradients, buffers, masters = self._built()
@@ -145,7 +143,6 @@ class Zero:
         return [*self._built_here(), of_sums, _here(setup.offload * moments, "optimizer")]
 
     def moments(self, place: Place, phase: Phase) -> Moments:
-        """The moments of a phase."""
         found = self._of_gpu() if place is Place.ACCELERATOR else self._of_host()
         return found.get(phase, {})
 

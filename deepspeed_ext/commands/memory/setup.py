@@ -74,7 +74,6 @@ class Setup:
 
     @property
     def weights(self) -> Place:
-        """Where partitions of the weights are."""
         return Place.HOST if self.offload_param and self.partitions_weights else Place.ACCELERATOR
 
     @property
@@ -88,7 +87,6 @@ class Setup:
         return self.reduce_bucket_size * (2 if self.overlaps and self.stage < 3 else 1)
 
     def accumulation_dtype(self, model: Model) -> str:
-        """Dtype in which gradients are accumulated."""
         ours = self.accumulation > 1 and self.sums != "bf16"
         in_fp32 = self.sums == "fp32" if self.zenflow is None else ours
         return "float32" if in_fp32 else model.dtype
@@ -106,7 +104,6 @@ class Setup:
         return [*equal, *([Run(rest)] if rest else [])]
 
     def partition_numel(self, model: Model, machine: Machine) -> int:
-        """Elements of all partitions of a rank."""
         return sum(run.numel * run.times for run in self.partitions(model, machine))
 
     def caller(self, model: Model, machine: Machine) -> Caller:

@@ -46,7 +46,6 @@ class LionKind(OptimizerKind):
         )
 
     def step_value(self, updates: int) -> int:
-        """An int."""
         return updates
 
     def exact(self, last: LionStep) -> LionPublish:

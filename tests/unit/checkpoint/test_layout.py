@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.adapter import reshard
-from deepspeed_ext.adapter.reshard import load_frozen
-from deepspeed_ext.adapter.saved_checkpoint import MASTER, SavedPartitions
+from deepspeed_ext.adapter import saved_checkpoint
+from deepspeed_ext.adapter.saved_checkpoint import MASTER, SavedPartitions, load_frozen
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.errors import CheckpointError
 
@@ -104,7 +103,7 @@ def test_a_frozen_weight_that_is_quantized_is_refused(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file has no scale (`zero_quantized_nontrainable_weights`)."""
-    monkeypatch.setattr(reshard, "is_stored_quantized", lambda param: where == "here")
+    monkeypatch.setattr(saved_checkpoint, "is_stored_quantized", lambda param: where == "here")
     param: Any = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
     saved = torch.arange(4, dtype=torch.int8 if where == "in the checkpoint" else torch.float32)
     checkpoint: Any = SimpleNamespace(
@@ -164,4 +163,4 @@ def test_partitions_with_different_states_do_not_fit_together() -> None:
     )
     target: Any = SimpleNamespace(layout=Layout(1, {}), rank=0)
     with pytest.raises(CheckpointError, match="different optimizer states"):
-        reshard.Resharding(saved, target, ())
+        saved_checkpoint.Resharding(saved, target, ())

@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from deepspeed_ext.adapter import reshard
+from deepspeed_ext.adapter import saved_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
@@ -74,7 +74,7 @@ def save(config: dict[str, Any], folder: str) -> None:
 def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
     """Bytes of memory while loading beyond those of before, and bytes of the partitions that were
     filled."""
-    reshard._CHUNK_NUMEL = CHUNK_NUMEL
+    saved_checkpoint._CHUNK_NUMEL = CHUNK_NUMEL
     engine = make_engine(config, model=Wide)
     # then gradients and the arena are there
     engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))

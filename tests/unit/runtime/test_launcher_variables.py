@@ -93,25 +93,24 @@ def test_values_set_by_hand_count() -> None:
         ({**SRUN, "RANK": "0"}, "RANK=0 is set, but srun says 5"),
         ({**SRUN, **BY_HAND, "WORLD_SIZE": "7"}, "RANK=3 is set, but srun says 5"),
         ({**SRUN, "LOCAL_WORLD_SIZE": "7"}, "LOCAL_WORLD_SIZE=7 is set, but srun says 2"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, "5 of 8, and 1 of 0 on its host"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": ""}, "not started by srun"),
-        ({**SRUN, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
+        ({**SRUN, "SLURM_LOCALID": ""}, "missing or malformed .'SLURM_LOCALID'"),
         ({**SRUN, "SLURM_LOCALID": "2"}, "2 of 2 on its host"),
         ({**SRUN, "SLURM_PROCID": "7"}, "7 of 7"),
-        ({**SRUN, "SLURM_PROCID": "five"}, "SLURM_PROCID='five': expected a whole number"),
-        ({**SRUN, "SLURM_NODEID": "4"}, "SLURM_NODEID=4; start again"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3,1"}, "expected counts"),
+        ({**SRUN, "SLURM_PROCID": "five"}, "malformed .*'five'"),
+        ({**SRUN, "SLURM_NODEID": "4"}, "malformed .* start again"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(y3),1"}, "malformed"),
         ({**SRUN, "SLURM_HET_SIZE": "2"}, "heterogeneous"),
-        *(
-            ({**SRUN, "SLURM_STEP_NODELIST": hosts}, "expected host names")
-            for hosts in (",", "a[]", "a[1", "a[x]", "a b", "a[1]]")
-        ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE is set, but not all of RANK"),
-        ({**BY_HAND, "WORLD_SIZE": "3"}, "expected RANK below WORLD_SIZE"),
-        ({**BY_HAND, "LOCAL_RANK": "-1"}, "expected a whole number"),
+        ({**BY_HAND, "WORLD_SIZE": "3"}, "RANK below WORLD_SIZE"),
+        ({**BY_HAND, "LOCAL_RANK": "-1"}, "expected numbers"),
         ({"PMIX_RANK": "0"}, "not how many"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            "mpiexec .* is missing or malformed .'MPI_LOCALRANKID'",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "missing or malformed .'OMPI_COMM_WORLD_RANK'"),
     ],
 )
 def test_contradictions_and_gaps_are_refused(environ: dict[str, str], message: str) -> None:
