@@ -40,23 +40,23 @@ SEEDS ?= 1000
 # of each feature.
 TORCH ?= 2.6.0
 TORCH_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py flatten/test_parity.py gather \
-	checkpoint/test_layout.py zenflow/test_training.py checkpoint/test_resume.py)
+	checkpoint/test_layout.py zenflow/test_training.py zenflow/test_variants.py)
 # Of `make test-deepspeed`: the DeepSpeed that it installs, and the tests that it runs: the contract, and
 # training, start-up, gathers, resuming, sleep with exact weights, and invalid gradients at stages 1 to 3.
 VERSION ?= 0.19.6
 DEEPSPEED_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py \
-	flatten/test_parity.py gather/test_parity.py zenflow/test_training.py checkpoint/test_resume.py \
+	flatten/test_parity.py gather/test_parity.py zenflow/test_training.py zenflow/test_variants.py \
 	zenflow/test_weights.py faults/test_gradients.py)
 # Of `make test-python`: the transformers and accelerate that it installs, and the tests that it runs, for what a Python or
 # these two can change: pickles, dataclasses, annotations, bytecode, processes and extension modules.
 HF ?= transformers accelerate
 PYTHON_TESTS := tests/manual/test_config_reference.py tests/harness/test_support.py $(addprefix tests/unit/,\
-	adapter/test_contract.py adapter/test_enable.py checkpoint/test_folder.py checkpoint/test_resume.py \
+	adapter/test_contract.py adapter/test_enable.py checkpoint/test_folder.py zenflow/test_variants.py \
 	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/test_layout.py \
 	commands/test_doctor.py commands/test_run.py config \
 	$(addprefix cores/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
 	gather/test_failure.py gather/test_plan.py integrations runtime \
-	zenflow/rules/predictive zenflow/rules/selective/test_schedule.py zenflow/test_accelerate.py \
+	zenflow/rules zenflow/test_accelerate.py \
 	zenflow/test_training.py zenflow/transfers/test_courier.py zenflow/worker)
 # Of `make test`: how many pytest processes share the files.
 PROCESSES ?= 2

@@ -18,6 +18,7 @@ def _own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
 
 
+@pytest.mark.full  # test_decoder.py trains by rows, test_bench_report.py keeps and reuses them
 def test_convergence_trains_keeps_reuses_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainings(["AdamW", "predictive"], "tiny", STEPS, 1, (1e-3,))
     results = Results("convergence", reuse=True)

@@ -181,7 +181,7 @@ def test_a_forked_optimizer_process_is_like_one_that_is_started(
 class Case:
     """What `beyond_the_sample` asks of a test."""
 
-    def __init__(self, nodeid: str, one_in: int | None, **settings: Any) -> None:
+    def __init__(self, nodeid: str, one_in: int | str | None, **settings: Any) -> None:
         self.nodeid = nodeid
         self._mark = None if one_in is None else pytest.mark.sampled(*[one_in] * bool(one_in)).mark
         if settings:
@@ -222,6 +222,23 @@ def test_a_sample_without_a_number_has_each_function_and_value_of_a_file_in_few_
     assert {case.nodeid.partition("[")[0] for case in sampled} == {f"a.py::{f}" for f in functions}
     for name, number in (("stage", 3), ("states", 2), ("section", 2)):
         assert len({str(case.callspec.params[name]) for case in sampled}) == number
+
+
+def test_a_sample_of_pairs_has_each_pair_of_values_of_a_function() -> None:
+    table = list(itertools.product(range(4), "abc", ([1], [2])))
+    cases: list[Any] = [
+        Case(f"a.py::{function}[{row}]", "pairs", **dict(zip("xyz", row, strict=True)))
+        for row in table
+        for function in ("read", "write")
+    ]
+    kept = set(cases) - beyond_the_sample(cases)
+    assert kept == set(cases) - beyond_the_sample(reversed(cases)), "the order does not matter"
+    for function in ("read", "write"):
+        found = [list(c.callspec.params.values()) for c in kept if function in c.nodeid]
+        assert len(found) == 12
+        for one, other in itertools.combinations(range(3), 2):
+            pairs = {(str(row[one]), str(row[other])) for row in table}
+            assert {(str(row[one]), str(row[other])) for row in found} == pairs
 
 
 def test_a_sample_has_one_case_in_n_of_each_function() -> None:

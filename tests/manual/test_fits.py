@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ext.commands.memory.fit import GPU_RESERVE
 from deepspeed_ext.commands.memory.model import known
-from tools import fits
+from tools import fits, front_tables
 from tools.fits import GIB, OWNED, Owned
 
 CARD = OWNED[0]
@@ -17,9 +17,11 @@ def test_the_page_is_current() -> None:
     assert fits.PAGE.read_text() == fits.page(), "run `make docs`"
 
 
-def test_a_row_of_the_page_is_what_the_plan_says() -> None:
+def test_a_row_of_both_pages_is_what_the_plan_says() -> None:
     cells = fits.row(CARD, 96)
     assert f"| {CARD.name} | 96 GB | {' | '.join(cells)} |" in fits.PAGE.read_text()
+    on_front = "".join(f" {billions}B |" for billions in cells)
+    assert f"| RTX 4090, 24 GB | 96 GB |{on_front}" in front_tables.PAGE.read_text()
 
 
 @pytest.mark.parametrize(("model", "host"), [("mistral-7b", 64), ("qwen2.5-7b", 96)])

@@ -22,8 +22,13 @@ def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 700
 
 
+@pytest.mark.full  # half a minute; test_fits.py computes one row of what fits
 def test_the_tables_are_current() -> None:
     assert front_tables.page() == README, "run `make docs`"
+
+
+def test_the_table_of_steps_is_current() -> None:
+    assert front_tables.steps_table().rstrip() in README, "run `make docs`"
 
 
 @pytest.mark.parametrize("page", figures.PAGES)

@@ -51,7 +51,8 @@ def some(cases: list[tuple], strength: int = 2) -> list[Any]:
 def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """What `make test` leaves out of the test functions marked ``sampled``.
 
-    ``sampled(n)`` runs one case in n of a function, rounded up. What is marked ``sampled()`` in a
+    ``sampled(n)`` runs one case in n of a function, rounded up; ``sampled("pairs")`` so many that
+    every pair of values of its settings is in one of them. What is marked ``sampled()`` in a
     file is one table of properties, its functions, by variants, their settings: so few cases run
     that each property is in one of them, and each value of each setting that occurs in `items`. The
     hash of a case's name chooses, so that no value of a setting is left out because of its place in
@@ -68,7 +69,10 @@ def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         mark = same[0].get_closest_marker("sampled")
         assert mark is not None
         same.sort(key=_hash)
-        left_out.update(same[-(-len(same) // mark.args[0]) :])
+        if mark.args == ("pairs",):
+            left_out.update(set(same) - _each_pair(same))
+        else:
+            left_out.update(same[-(-len(same) // mark.args[0]) :])
     for table in tables.values():
         left_out.update(set(table) - _each_value(table))
     return left_out
@@ -88,6 +92,15 @@ def _each_value(table: list[pytest.Item]) -> set[pytest.Item]:
         chosen.add(best)
         missing -= holds[best]
     return chosen
+
+
+def _each_pair(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases of a function in which each pair of values of two settings occurs (greedy)."""
+    rows = {
+        tuple(map(_named, getattr(case, "callspec", _ALONE).params.values())): case
+        for case in cases
+    }
+    return {rows[row] for row in cover(list(rows))}
 
 
 def _function_and_values(item: pytest.Item) -> set[tuple[str, Any]]:

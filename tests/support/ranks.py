@@ -12,7 +12,6 @@ after `simulate`.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import pickle
 import shutil
@@ -244,14 +243,14 @@ def _start_alone(
     )
 
 
-@functools.cache
 def nursery(device: str = "cpu") -> Nursery:
-    """The process that forks the ranks of this one."""
-    nurseries.append(Nursery(device))
-    return nurseries[-1]
+    """The process that forks the ranks of this one; it takes seconds of a processor to start."""
+    if device not in nurseries:
+        nurseries[device] = Nursery(device)
+    return nurseries[device]
 
 
-nurseries: list[Nursery] = []
+nurseries: dict[str, Nursery] = {}
 _simulated: frozenset[str] = frozenset()
 
 
@@ -356,8 +355,7 @@ def close_pools() -> None:
     while _pools:
         _pools.popitem()[1].close()
     while nurseries:
-        nurseries.pop().close()
-    nursery.cache_clear()
+        nurseries.popitem()[1].close()
 
 
 atexit.register(close_pools)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
 from tests.support.models import Branches, OddModel, batches, on_device, two_groups
+from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.state_access import scale_state, state_of
 from tests.support.zenflow import (
@@ -34,13 +35,16 @@ from tests.support.zenflow import (
     full_masters_of,
     make_engine,
     masters_of,
+    train,
     weights_of,
     zenflow_config,
 )
 from tests.support.zero3 import with_leaves
 
 STEPS, MIDDLE = 8, 5
-"""Optimizer steps of a run; a checkpoint is written after the middle one."""
+"""Optimizer steps of a run, and those after which a checkpoint is written."""
+SECONDS = 280
+"""For which a run may last."""
 OVERFLOWS = (1, 5)
 """Steps that fp16 skips."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -147,6 +151,9 @@ VARIANTS: dict[str, Variant] = {
     "predictive, share, 8-bit moments": Variant({"state_dtype": "int8"}, SHARE),
     "predictive, async save": Variant({"async_save": True}),
     "selective": Variant(RULES["selective"], stages=(1, 2, 3)),
+    "selective, without overlap": Variant(
+        RULES["selective"] | {"overlap_step": False}, stages=(1, 2, 3)
+    ),
     "selective, share": Variant(RULES["selective"], SHARE),
     **{
         f"{name}, experts": Variant(
@@ -366,21 +373,27 @@ def trained(
     events: tuple[str, ...] = (),
     folder: str = "",
     *,
-    saves: bool = False,
-    loads: bool = False,
+    saves: Collection[int] = (),
+    loads: int = 0,
 ) -> dict[str, Any]:
     """Train, with an event that is drawn before each step; losses and the state at the end.
 
     Args:
-        saves, loads: write the checkpoint of the middle into `folder`, or begin from it.
+        saves: after which steps a checkpoint is written into `folder`.
+        loads: of which of them the run begins; of an odd one in an engine that has been used.
     """
     passes, drawn, losses = config["gradient_accumulation_steps"], random.Random(7), []
     data = [on_device(batch) for batch in batches(STEPS * passes, dist.get_rank())]
     with small_parts():
         engine = engine_of(config, variant)
+        is_hidden = config["zero_optimization"]["zenflow"].get("hide_transfers")
+        if is_hidden and not get_accelerator().is_synchronized_device():
+            assert engine.optimizer.host_optimizer.decided.is_in_transit, "few places, many chunks"
+        if loads % 2:
+            train(engine, batches(2 * passes, 77))
         if loads:
-            engine.load_checkpoint(folder, tag="middle")
-        for number in range(MIDDLE * passes if loads else 0, STEPS * passes):
+            engine.load_checkpoint(folder, tag=str(loads))
+        for number in range(loads * passes, STEPS * passes):
             event = drawn.choice(events) if events else ""
             if event in ANYWHERE or (event and number % passes == 0):
                 EVENTS[event](engine, folder, number)
@@ -395,8 +408,9 @@ def trained(
                 [safe_get_full_grad(param) for param in engine.module.parameters()]
             engine.step()
             losses.append(loss.detach())
-            if saves and number + 1 == MIDDLE * passes:
-                engine.save_checkpoint(folder, tag="middle")
+            steps, left = divmod(number + 1, passes)
+            if not left and steps in saves:
+                engine.save_checkpoint(folder, tag=str(steps))
         found = {"losses": [loss.item() for loss in losses], **state_at_end(engine, variant)}
         if variant.groups is expert_groups:
             assert not replicas_differ(engine)
@@ -433,19 +447,44 @@ def disturbed(
             simulation.configure("held")
 
 
-def saved(config: dict[str, Any], variant: Variant, folder: str) -> str:
-    """Train, save in the middle, and write what comes out: how that differs from training alone."""
-    found = trained(config, variant, (), folder, saves=True)
+def saved(config: dict[str, Any], variant: Variant, folder: str, at: Collection[int]) -> str:
+    """Train, save after some steps, and write what comes out: how that differs from training
+    alone."""
+    found = trained(config, variant, (), folder, saves=at)
     torch.save(found, Path(folder, f"expected-{dist.get_rank()}.pt"))
     return first_difference(trained(config, variant), found, "saving")
 
 
-def resumed(config: dict[str, Any], variant: Variant, folder: str) -> str:
-    """How a run from the middle differs from the uninterrupted one."""
+def resumed(config: dict[str, Any], variant: Variant, folder: str, at: Collection[int]) -> str:
+    """How runs from each of these steps differ from the uninterrupted one."""
     expected = torch.load(Path(folder, f"expected-{dist.get_rank()}.pt"), weights_only=False)
-    found = trained(config, variant, (), folder, loads=True)
-    expected["losses"] = expected["losses"][-len(found["losses"]) :]
-    return first_difference(expected, found, "resumed")
+    differences = []
+    for step in at:
+        found = trained(config, variant, (), folder, loads=step)
+        wanted = {**expected, "losses": expected["losses"][-len(found["losses"]) :]}
+        differences.append(first_difference(wanted, found, f"resumed at {step}"))
+    return "".join(differences)
+
+
+def failed_resumes(
+    ranks: int,
+    variant: Variant,
+    saves: dict[str, Any],
+    folder: str,
+    loads: dict[str, Any] | None = None,
+    at: Collection[int] = (MIDDLE,),
+    device: str = "",
+) -> list[str]:
+    """Train and save with one config, and resume with the same or another; what differs on any
+    rank, to the bit.
+
+    Each in processes of its own, which run the same settings in the same order and nothing else:
+    DeepSpeed's stage 3 leaves another ``torch.nn.functional.linear`` behind in its process, which
+    rounds differently."""
+    how: dict[str, Any] = {"device": device or variant.device, "timeout_seconds": SECONDS}
+    found = run_ranks(ranks, saved, saves, variant, folder, at, pool="to save", **how)
+    found += run_ranks(ranks, resumed, loads or saves, variant, folder, at, pool="to resume", **how)
+    return [difference for difference in found if difference]
 
 
 def overflowing(config: dict[str, Any], variant: Variant) -> list[tuple[bool, bool, int]]:

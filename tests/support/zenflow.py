@@ -154,15 +154,9 @@ def partitions_of(engine: Any) -> list[torch.Tensor]:
 
 def masters_of(engine: Any) -> list[torch.Tensor]:
     """This rank's fp32 partitions, every update that has been handed over included."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "host_optimizer"):
-        optimizer.host_optimizer.state.drain()
-    name = (
-        "fp32_partitioned_groups_flat"
-        if engine.zero_optimization_stage() == 3
-        else "single_partition_of_fp32_groups"
-    )
-    return [p.detach().float().cpu().clone() for p in getattr(optimizer, name)]
+    if hasattr(engine.optimizer, "host_optimizer"):
+        engine.optimizer.host_optimizer.state.drain()
+    return [p.detach().float().cpu().clone() for p in partitions_of(engine)]
 
 
 @dataclass

@@ -27,11 +27,10 @@ def initial_weights(stage: int, dtype: torch.dtype) -> dict:
     return found
 
 
-def with_and_without(config: dict, steps: int) -> tuple[Outcome, Outcome]:
-    rank = dist.get_rank()
-    return run(offload_config(config), steps, rank=rank, extended=False), run(
-        config, steps, rank=rank
-    )
+def with_and_without(config: dict, steps: int, **how: Any) -> tuple[Outcome, Outcome]:
+    """A run of ZeRO-Offload, and ours."""
+    how["rank"] = dist.get_rank()
+    return run(offload_config(config), steps, extended=False, **how), run(config, steps, **how)
 
 
 def difference(expected: Outcome, actual: Outcome) -> float:

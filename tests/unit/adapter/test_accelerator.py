@@ -16,8 +16,8 @@ import torch
 
 from tests.support.gather import DTYPES, WAYS, compare_gathers
 from tests.support.ranks import run_ranks
-from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same
+from tests.support.variants import VARIANTS, failed_resumes
 from tests.support.zenflow import zenflow_config
 from tests.support.zenflow_runs import (
     difference,
@@ -75,5 +75,7 @@ def test_predicted_training_stays_close_to_adamw(stage: int, ranks: int) -> None
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_continues_to_the_bit(stage: int, ranks: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, full_warm_up_rounds=2)
-    assert not failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
+    variant = VARIANTS["predictive"]
+    config = variant.config(stage, "bf16", 1, 0.5)
+    how = {"at": range(2, 6), "device": "accelerator"}
+    assert not failed_resumes(ranks, variant, config, str(tmp_path), **how)

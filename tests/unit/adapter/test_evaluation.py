@@ -90,7 +90,7 @@ def evaluating(config: dict[str, Any], way: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("way", ["engine", "module"])
 @pytest.mark.parametrize("rule", ["predictive", "exact"])
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])

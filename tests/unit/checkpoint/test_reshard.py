@@ -66,6 +66,7 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         assert losses == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -74,6 +75,21 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         (Run(3, 2, "offload", "parameter_alignment"), Run(2, 3, "selective")),
         (Run(2, 1, "zero", "elastic_checkpoint"), Run(3, 3, "offload")),
         (Run(2, 3, "predictive", "uncorrected"), Run(3, 2, "offload", "uncorrected")),
+        # moments of fewer bits, also into those of 32
+        (Run(2, 2, "predictive", "rounded"), Run(1, 3, "predictive", "rounded")),
+        (Run(2, 3, "predictive", "rounded"), Run(3, 1, "predictive", "rounded")),
+        (Run(2, 2, "predictive", "rounded"), Run(1, 1, "predictive", "bf16")),
+        (Run(2, 3, "predictive", "rounded"), Run(1, 2, "offload", "bf16")),
+        (Run(2, 2, "predictive", "coded"), Run(2, 2, "offload", "bf16")),
+        (Run(2, 2, "predictive", "coded"), Run(1, 1, "predictive", "bf16")),
+        (Run(2, 3, "predictive", "coded"), Run(1, 2, "offload", "bf16")),
+        (Run(2, 2, "predictive", "lion"), Run(1, 3, "predictive", "lion")),
+        (Run(2, 3, "predictive", "lion"), Run(3, 1, "predictive", "lion")),
+        (Run(2, 1, "offload", "lion"), Run(1, 2, "predictive", "lion")),
+        (Run(2, 3, "predictive", "lion"), Run(1, 2, "offload", "lion")),
+        # and back, in one layout
+        *((Run(2, s, "predictive", "fp32"), Run(2, s, "offload", "fp32")) for s in (1, 2, 3)),
+        *((Run(2, s, "offload", "fp32"), Run(2, s, "predictive", "fp32")) for s in (1, 2, 3)),
     ],
     ids=lambda run: "-".join(map(str, run)),
 )
@@ -245,6 +261,8 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
     assert "scale is not in the checkpoint" in on_all(folder, thawed)
     assert "2 parameter groups, the optimizer 1" in on_all(folder, groups=one_group)
     assert "custom_load_fn" in on_all(folder, custom_load_fn=print)
+    of_lion, _ = saved_by(Run(2, 2, "predictive", "lion"), module_folder)
+    assert "of another optimizer" in on_all(of_lion)
     shutil.copytree(Path(folder, "t"), tmp_path / "t")
     file = tmp_path / "t" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = file.read_bytes()

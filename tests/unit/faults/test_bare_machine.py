@@ -60,6 +60,7 @@ def usual() -> dict[str, Any]:
     return announced(run_forked(TRAINER, "destroy", environment=os.environ))
 
 
+@pytest.mark.full  # `make test-package` trains without a compiler, too
 def test_without_compiler_and_caches(tmp_path: Path) -> None:
     """Nothing on PATH, an empty folder for DeepSpeed's operators and one for ours, no library built
     by setup.py.

@@ -115,6 +115,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:StepDriver.known_norms",
         "adapter/step.py:StepDriver.norms",
         "zenflow/step/link.py:WorkerLink.complete",
+        "zenflow/step/state_store.py:StateStore.begin_step",
     ),
     "waits as DeepSpeed's own method does; "
     "only an error of the device fails there, and ends the rank anyway": tuple(
@@ -122,6 +123,7 @@ CANNOT_BE_AGREED_ON = {
         for name in ("WeakEngine", "stream_timer", "held_optimizers")
     ),
     "only assigns values, unless a save was interrupted": (
+        "zenflow/transfers/stream.py:Stream.expect",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.commit",
@@ -331,10 +333,10 @@ def go_through(
     asked = [
         each for each in names[0] if each.startswith(within) and not each.startswith(NOT_ASKED_FOR)
     ]
-    for function in asked:
-        # by the name: how fast a worker is must not change the rest
-        if zlib.crc32(function.encode()) % every != first:
-            continue
+    # by the name: how fast a worker is must not change the rest
+    asked.sort(key=lambda function: zlib.crc32(function.encode()))
+    chosen = [each for each in asked if zlib.crc32(each.encode()) % every == first]
+    for function in chosen or asked[:1]:
         phase.prepare()
         dist.barrier()
         begin, outcome = time.monotonic(), "no error"
@@ -355,11 +357,11 @@ def go_through(
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every", "within"),
     [
-        ("step", 2, "predictive", 23, ""),
+        ("step", 2, "predictive", 47, ""),
         # ranks that select differently
-        ("step", 2, "selective", 2, "zenflow/rules/selective.py:SelectiveRule._"),
-        ("save", 2, "selective", 23, ""),
-        ("save beside", 2, "predictive", 13, ""),
+        ("step", 2, "selective", 4, "zenflow/rules/selective.py:SelectiveRule._"),
+        ("save", 2, "selective", 47, ""),
+        ("save beside", 2, "predictive", 29, ""),
         ("load", 3, "predictive", 113, ""),
         ("load elsewhere", 2, "predictive", 113, ""),
         *(
@@ -397,7 +399,7 @@ ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/stream.py:")
 
 
 @pytest.mark.parametrize(
-    ("stage", "every"), [(2, 3), *(pytest.param(s, 1, marks=pytest.mark.full) for s in (2, 3))]
+    ("stage", "every"), [(2, 7), *(pytest.param(s, 1, marks=pytest.mark.full) for s in (2, 3))]
 )
 def test_an_error_of_gradients_on_the_host_is_every_ranks(stage: int, every: int) -> None:
     """In backward, too, where the other ranks go on to the next reduction."""

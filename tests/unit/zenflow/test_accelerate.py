@@ -83,7 +83,7 @@ def evaluated(stage: int, zenflow: dict[str, Any], folder: str, trl: bool) -> li
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("trl", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("stage", "ranks", "zenflow"),

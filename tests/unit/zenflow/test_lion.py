@@ -17,8 +17,7 @@ from deepspeed_ext.errors import CheckpointError
 from tests.support.experts import ExpertModel, expert_groups
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
-from tests.support.resharded import Run, resume, saved_by
-from tests.support.same import first_difference
+from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import (
     make_engine,
     offload_config,
@@ -27,6 +26,7 @@ from tests.support.zenflow import (
     weights_of,
     zenflow_config,
 )
+from tests.support.zenflow_runs import with_and_without
 
 pytestmark = pytest.mark.sampled()
 
@@ -46,20 +46,6 @@ def lion_config(
     return config
 
 
-def with_and_without(config: dict[str, Any], has_experts: bool) -> str:
-    """How a run differs from ZeRO-Offload's."""
-    how: dict[str, Any] = (
-        {"model": partial(ExpertModel, 2, 4), "groups": expert_groups} if has_experts else {}
-    )
-    rank = dist.get_rank()
-    found = [
-        run(offload_config(config), 12, rank=rank, extended=False, **how),
-        run(config, 12, rank=rank, **how),
-    ]
-    expected, actual = ((each.losses, each.weights) for each in found)
-    return first_difference(expected, actual, "losses, weights")
-
-
 @pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -74,7 +60,9 @@ def test_without_overlap_it_equals_zero_offload_to_the_bit(
         pytest.skip("sums are handed over in bf16, ZeRO-Offload's in fp32")
     config = lion_config(stage, dtype, accumulation, overlap_step=False)
     config["gradient_clipping"] = 0.05
-    assert run_ranks(2, with_and_without, config, has_experts) == ["", ""]
+    how = {"model": partial(ExpertModel, 2, 4), "groups": expert_groups} if has_experts else {}
+    for expected, actual in run_ranks(2, with_and_without, config, 12, **how):
+        assert_same((expected.losses, expected.weights), (actual.losses, actual.weights))
 
 
 def with_own_optimizer(config: dict[str, Any]) -> list[float]:
@@ -99,27 +87,6 @@ def test_an_optimizer_of_the_users_own_trains_the_same() -> None:
 
 
 # -- state -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (Run(2, 2, "predictive", "lion"), Run(1, 3, "predictive", "lion")),
-        (Run(2, 3, "predictive", "lion"), Run(3, 1, "predictive", "lion")),
-        (Run(2, 1, "offload", "lion"), Run(1, 2, "predictive", "lion")),
-        (Run(2, 3, "predictive", "lion"), Run(1, 2, "offload", "lion")),
-    ],
-)
-def test_other_ranks_and_stages_load_what_was_saved(
-    saved: Run, loaded: Run, tmp_path: Path
-) -> None:
-    folder, _ = saved_by(saved, tmp_path)
-    assert set(run_ranks(loaded.ranks, resumed, loaded, folder, pool=loaded.pool)) == {""}
-
-
-def resumed(run: Run, folder: str) -> str:
-    return resume(run, folder)[0]
 
 
 def second_moment(config: dict[str, Any]) -> str:
@@ -170,16 +137,3 @@ def test_neither_loads_what_the_other_saved(stage: int, extended: bool, tmp_path
         told = run_ranks(2, crossed, saves, loads, str(tmp_path / str(number)), extended)
         expected = "loaded" if number == 2 else "the checkpoint is of another optimizer"
         assert all(expected in each for each in told), told
-
-
-def refused_load(run: Run, folder: str) -> str:
-    try:
-        resume(run, folder)
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"
-
-
-def test_adam_does_not_load_what_other_ranks_of_lion_saved(tmp_path: Path) -> None:
-    folder, _ = saved_by(Run(2, 2, "predictive", "lion"), tmp_path)
-    assert "of another optimizer" in run_ranks(1, refused_load, Run(1, 1, "predictive"), folder)[0]

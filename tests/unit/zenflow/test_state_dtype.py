@@ -14,18 +14,12 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.resharded import Model, Run, data, everyones, resume, saved_by, state_of
+from tests.support.resharded import Model, Run, data, everyones, saved_by, state_of
 from tests.support.resident import resident_bytes
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 pytestmark = pytest.mark.sampled()
-
-STAGES = [1, 2, 3]
-
-
-STATES = ["bfloat16", "int8"]
-of_both = pytest.mark.parametrize("states", STATES)
 
 
 def rounded(
@@ -97,31 +91,6 @@ def test_deepspeeds_own_setting_asks_for_it(stage: int) -> None:
 # -- state -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (Run(2, 2, "predictive", "rounded"), Run(1, 3, "predictive", "rounded")),
-        (Run(2, 3, "predictive", "rounded"), Run(3, 1, "predictive", "rounded")),
-        (Run(2, 2, "predictive", "rounded"), Run(1, 1, "predictive", "bf16")),
-        (Run(2, 3, "predictive", "rounded"), Run(1, 2, "offload", "bf16")),
-        (Run(2, 2, "predictive", "coded"), Run(2, 2, "offload", "bf16")),
-        (Run(2, 2, "predictive", "coded"), Run(1, 1, "predictive", "bf16")),
-        (Run(2, 3, "predictive", "coded"), Run(1, 2, "offload", "bf16")),
-    ],
-)
-def test_other_ranks_and_stages_and_dtypes_load_what_was_saved(
-    saved: Run, loaded: Run, tmp_path: Path
-) -> None:
-    """To the bit, also into moments of 32 bits."""
-    folder, _ = saved_by(saved, tmp_path)
-    assert set(run_ranks(loaded.ranks, resumed, loaded, folder, pool=loaded.pool)) == {""}
-
-
-def resumed(run: Run, folder: str) -> str:
-    return resume(run, folder)[0]
-
-
 def rounds_on_load(run: Run, folder: str) -> tuple[str, list[float]]:
     """How what has arrived differs from the saved values, rounded to the nearest; the losses that
     follow. With 8 bits, moments that are off by less than the largest distance between two values
@@ -146,33 +115,31 @@ def rounds_on_load(run: Run, folder: str) -> tuple[str, list[float]]:
     return found
 
 
-LOADED = [(2, 2, "rounded"), (1, 3, "rounded"), (2, 2, "coded"), (1, 3, "coded")]
+MORE_BITS = [
+    (Run(2, 2, way, setting), Run(ranks, stage, "predictive", states))
+    for way, setting in (("predictive", "bf16"), ("offload", "bf16"), ("predictive", "rounded"))
+    for ranks, stage, states in (
+        (2, 2, "rounded"),
+        (1, 3, "rounded"),
+        (2, 2, "coded"),
+        (1, 3, "coded"),
+    )
+]
+OTHER_BLOCKS = [
+    (Run(2, 2, "predictive", "coded"), Run(ranks, stage, "predictive", "coded"))
+    for ranks, stage in ((1, 3), (3, 2))
+]
+"""On other ranks, where other elements are in a block."""
 
 
-@pytest.mark.parametrize(
-    ("way", "setting"), [("predictive", "bf16"), ("offload", "bf16"), ("predictive", "rounded")]
-)
-@pytest.mark.parametrize(("ranks", "stage", "states"), LOADED)
-def test_moments_of_more_bits_are_rounded_once_when_they_are_loaded(
-    ranks: int, stage: int, states: str, way: str, setting: str, tmp_path: Path
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("saved", "loaded"), [*MORE_BITS, *OTHER_BLOCKS])
+def test_moments_are_rounded_once_when_they_are_loaded(
+    saved: Run, loaded: Run, tmp_path: Path
 ) -> None:
     """On the same ranks and on others, from ZenFlow and from plain ZeRO-Offload; training goes on
     much the same."""
-    loaded = Run(ranks, stage, "predictive", states)
-    folder, losses = saved_by(Run(2, 2, way, setting), tmp_path)
-    for problem, rest in run_ranks(loaded.ranks, rounds_on_load, loaded, folder, pool=loaded.pool):
-        assert problem == ""
-        assert rest == pytest.approx(losses, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "loaded", [Run(1, 3, "predictive", "coded"), Run(3, 2, "predictive", "coded")]
-)
-def test_moments_of_8_bits_are_rounded_once_more_in_other_blocks(
-    loaded: Run, tmp_path: Path
-) -> None:
-    """On other ranks, where other elements are in a block."""
-    folder, losses = saved_by(Run(2, 2, "predictive", "coded"), tmp_path)
+    folder, losses = saved_by(saved, tmp_path)
     for problem, rest in run_ranks(loaded.ranks, rounds_on_load, loaded, folder, pool=loaded.pool):
         assert problem == ""
         assert rest == pytest.approx(losses, rel=0.02)
@@ -202,7 +169,7 @@ def written(config: dict[str, Any]) -> list[bool]:
     return same
 
 
-@of_both
+@pytest.mark.parametrize("states", ["bfloat16", "int8"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_moment_that_is_set_is_rounded(states: str, stage: int) -> None:
     (found,) = run_ranks(1, written, rounded(states, stage))

@@ -12,10 +12,7 @@ import pytest
 from tests.support import variants
 from tests.support.matrix import cover
 from tests.support.ranks import run_ranks
-from tests.support.variants import EVENTS, OVERFLOWS, STEPS, VARIANTS, Variant
-
-TIMEOUT_SECONDS = 280
-
+from tests.support.variants import EVENTS, OVERFLOWS, STEPS, VARIANTS, Variant, failed_resumes
 
 CASE = ("name", "stage", "ranks", "dtype", "accumulation", "clipping")
 
@@ -37,18 +34,23 @@ def of(chosen: dict[str, Variant], **more: list[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize((*CASE, *more), cover(cases))
 
 
+def at_their_stages(*names: str, least: int = 1) -> pytest.MarkDecorator:
+    cases = [(name, each) for name in names for each in VARIANTS[name].stages if each >= least]
+    return pytest.mark.parametrize(("name", "stage"), cases)
+
+
 def run(body: Any, ranks: int, variant: Variant, *how: Any, pool: str) -> list[Any]:
     """`body` on ranks. DeepSpeed's stage 3 replaces torch's linear function for the rest of a
     process, and its rounding with it: so each stage has processes of its own."""
     return run_ranks(
-        ranks, body, *how, device=variant.device, pool=pool, timeout_seconds=TIMEOUT_SECONDS
+        ranks, body, *how, device=variant.device, pool=pool, timeout_seconds=variants.SECONDS
     )
 
 
 ALIKE = {name: each for name, each in VARIANTS.items() if each.like is not None}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @of(ALIKE)
 def test_it_has_the_bits_of_the_run_that_it_is_like(
     name: str, stage: int, ranks: int, dtype: str, accumulation: int, clipping: float
@@ -70,7 +72,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.sampled(64)
+@pytest.mark.sampled(110)
 @of(BETWEEN, event=[*EVENTS, "any"])
 def test_what_comes_between_steps_changes_nothing(
     name: str,
@@ -93,7 +95,7 @@ def test_what_comes_between_steps_changes_nothing(
     assert run(variants.disturbed, ranks, variant, *how, pool=f"{stage}") == [""] * ranks
 
 
-@pytest.mark.sampled(44)
+@pytest.mark.sampled(90)
 @of(VARIANTS)
 def test_a_resumed_run_goes_on_to_the_bit(
     name: str,
@@ -104,14 +106,25 @@ def test_a_resumed_run_goes_on_to_the_bit(
     clipping: float,
     tmp_path: Path,
 ) -> None:
-    """In other processes."""
     variant = VARIANTS[name]
-    how = variant.config(stage, dtype, accumulation, clipping), variant, str(tmp_path)
-    assert run(variants.saved, ranks, variant, *how, pool="to save") == [""] * ranks
-    assert run(variants.resumed, ranks, variant, *how, pool="to resume") == [""] * ranks
+    config = variant.config(stage, dtype, accumulation, clipping)
+    assert failed_resumes(ranks, variant, config, str(tmp_path)) == []
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["predictive", "selective", "selective, without overlap"])
+def test_a_run_may_be_resumed_after_every_step(
+    name: str, stage: int, ranks: int, tmp_path: Path
+) -> None:
+    """In the warm-up, at its end, in each phase of an interval, and over a selection."""
+    variant = VARIANTS[name]
+    config = variant.config(stage, "bf16", 1, 0.5)
+    assert failed_resumes(ranks, variant, config, str(tmp_path), at=range(1, STEPS - 2)) == []
+
+
+@pytest.mark.sampled(96)
 @of(ALIKE, there=[False, True])
 def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
     name: str,
@@ -128,25 +141,17 @@ def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
     config = variant.config(stage, dtype, accumulation, clipping)
     both = [config, variant.other(config)]
     saves, loads = both if there else both[::-1]
-    how = variant, str(tmp_path)
-    assert run(variants.saved, ranks, variant, saves, *how, pool="to save") == [""] * ranks
-    assert run(variants.resumed, ranks, variant, loads, *how, pool="to resume") == [""] * ranks
+    assert failed_resumes(ranks, variant, saves, str(tmp_path), loads) == []
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("predictive", "predictive, share", "selective", "exact", "hidden copies"),
-        *("gradients on the host", "weights on the host, predictive"),
-        *("weights on the host, selective", "predictive, Lion"),
-    ],
+@at_their_stages(
+    *("predictive", "predictive, share", "selective", "exact", "hidden copies"),
+    *("gradients on the host", "weights on the host, predictive"),
+    *("weights on the host, selective", "predictive, Lion"),
 )
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_overflowed_steps_change_nothing(name: str, stage: int) -> None:
     variant = VARIANTS[name]
-    if stage not in variant.stages:
-        pytest.skip("another stage")
     config = variant.config(stage, "fp16", 1, 0.5)
     expected, updates = [], 0
     for number in range(STEPS):
@@ -159,16 +164,13 @@ def test_overflowed_steps_change_nothing(name: str, stage: int) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    "name", ["gradients on the host", "weights on the host, predictive", "hidden copies"]
+@at_their_stages(
+    *("gradients on the host", "weights on the host, predictive", "hidden copies"), least=2
 )
-@pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_read_and_written_as_in_the_run_that_it_is_like(
     name: str, stage: int, accumulation: int
 ) -> None:
     variant = VARIANTS[name]
-    if stage not in variant.stages:
-        pytest.skip("another stage")
     config = variant.config(stage, "fp32", accumulation, variant.clippings[-1])
     how = config, variant.other(config), variant
     assert run(variants.seen_differs, 2, variant, *how, pool=f"{stage}") == [""] * 2

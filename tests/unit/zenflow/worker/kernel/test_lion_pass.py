@@ -27,6 +27,7 @@ def test_it_equals_deepspeeds_cpu_lion_to_the_bit(kernel: str, weight_decay: flo
 
 
 @needs_native
+@pytest.mark.sampled("pairs")
 @pytest.mark.parametrize("publish_dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize(

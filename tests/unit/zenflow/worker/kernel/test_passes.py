@@ -21,6 +21,8 @@ from tests.support.kernels import (
 )
 from tests.support.same import assert_same
 
+pytestmark = pytest.mark.sampled("pairs")
+
 FACTORS = (0.99, 1e-3, 0.0, 0.0)
 of_both = pytest.mark.parametrize("kernel", KERNELS)
 of_kinds = pytest.mark.parametrize("kind", KINDS)

@@ -101,16 +101,16 @@ def test_values_of_bfloat16_stay_and_a_nan_stays_a_nan(kernel: str) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_small_changes_of_v_are_not_lost(kernel: str, kind: str) -> None:
-    """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per
-    step. Rounded to the nearest, it would stay where it is: the first change is 3/4 of a
-    thousandth, and half a step of bfloat16 is more."""
+    """v of a constant gradient g falls from 4 g^2 to g^2 by four thousandths of the difference per
+    step. Rounded to the nearest, it would stay where it is: the first change is 0.3 %, and half a
+    step of bfloat16 is 0.4 %."""
     problem, made = Problem(4096, 0, kind, zeros=True), make_kernel(kernel)
     problem.grads = [torch.full((4096,), 2.0)]
-    problem.run(made, [replace(KEEPS, beta1=0.9, step=1001)])  # v is the square
+    problem.run(made, [replace(KEEPS, beta1=0.9, step=251)])  # v is the square
     problem.grads = [torch.ones(4096)]
-    for t in range(1, 1001):
-        problem.run(made, [replace(KEEPS, beta1=0.9, beta2=0.999, step=t)])
-    expected, v = 1.0 + 3.0 * 0.999**1000, moments_of(problem)[1]
+    for t in range(1, 251):
+        problem.run(made, [replace(KEEPS, beta1=0.9, beta2=0.996, step=t)])
+    expected, v = 1.0 + 3.0 * 0.996**250, moments_of(problem)[1]
     assert v.mean().item() == pytest.approx(expected, rel=0.01)
     assert v.std().item() < 0.1 * expected
 
