@@ -15,6 +15,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import get_default_build_root
 
+from deepspeed_ext.adapter.upstream import announced_builds, swapped
 from tools.stale_locks import remove_stale_locks
 
 
@@ -25,7 +26,8 @@ def main() -> None:
         if builder is None:
             continue
         try:
-            builder.load(verbose=False)
+            with swapped(announced_builds()):
+                builder.load(verbose=False)
         except Exception as error:
             sys.stderr.write(
                 f"note: {builder.NAME} does not compile here ({error}); what needs it will fail\n"

@@ -32,6 +32,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -141,8 +142,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """The swaps that switch the extension on: ``deepspeed.initialize``, wrapped by `initialize`;
-    the classes of its engines, its config and the ZeRO section; the operator that no training
-    needs; and how ranks are found without a launcher."""
+    the classes of its engines, its config and the ZeRO section; how operators are compiled, without
+    the one that no training needs; and how ranks are found without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -151,6 +152,7 @@ def entry_swaps(
         Swap(deepspeed, "DeepSpeedConfig", config),
         zero_section_class(zero_config),
         no_shared_buffers(),
+        announced_builds(),
         ranks_without_mpi(),
     ]
 
@@ -178,6 +180,25 @@ def no_shared_buffers() -> Swap:
     which then uses torch's: it takes minutes of two cores to compile, and training does not use
     it."""
     return Swap(torch_backend_module, "build_shm_op", lambda: None)
+
+
+def announced_builds() -> Swap:
+    """Return a swap for the method that compiles or loads an operator of DeepSpeed: the first rank
+    of this host names a lock that it waits for, and torch prints nothing. If a build fails, the
+    error contains the compiler's output."""
+    jit_load = OpBuilder.jit_load
+
+    @functools.wraps(jit_load)
+    def announced(self: OpBuilder, verbose: bool = True) -> Any:
+        for lock, seconds in files.abandoned_locks() if local_rank() == 0 else ():
+            if lock.parent.name == self.name:
+                logger.warning(
+                    f"waiting for the lock {lock}, {seconds / 60:.0f} minutes old, which a killed "
+                    "build may have left: delete it, unless the operator is being built now"
+                )
+        return jit_load(self, verbose=False)
+
+    return Swap(OpBuilder, "jit_load", announced)
 
 
 def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
@@ -300,7 +321,6 @@ def accelerator_branch_only() -> Swap:
     )
 
 
-@functools.cache
 def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> None:
     """Call `notify` with the parameters of every gather, of any model, before DeepSpeed reads their
     partitions. Permanent, because closures of any ``zero.Init`` may call the method later."""

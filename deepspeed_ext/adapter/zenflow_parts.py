@@ -3,11 +3,16 @@ DeepSpeed's optimizers forward."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.reached_state import ReachedState
@@ -25,6 +30,19 @@ from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
 from deepspeed_ext.zenflow.start import ZenFlowStart, largest_block_apart, mixed, start_optimizer
+
+_registrations = 0
+"""Number of modules and parameters that were registered in any module since it is counted."""
+
+
+@functools.cache
+def _count_registrations() -> None:
+    def count(module: torch.nn.Module, name: str, value: Any) -> None:
+        global _registrations
+        _registrations += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
 
 
 class ZenFlowParts:
@@ -55,15 +73,17 @@ class ZenFlowParts:
         )
         self.state = ReachedState(host, partitions, ranks, scale, self.readiness)
         self.streams: list[Any] = []
+        _count_registrations()
         self._trained = frozenset(map(id, partitions.trained()))
         self._untrained: list[tuple[str, torch.nn.Parameter]] = []
+        self._walked_at = -1
 
     def warn_of_untrained(self, module: torch.nn.Module) -> None:
         """Warn of parameters with gradients that no step uses, once for each set of them: what is
         trained was decided at ``deepspeed.initialize``. Walking a model of many thousand parameters
-        takes milliseconds, so it is walked before steps 0, 1, 2, 4, 8 and so on."""
-        updates = self.host.state.updates
-        if not updates & (updates - 1):
+        takes milliseconds, so it is walked again only if one was registered somewhere."""
+        if self._walked_at != _registrations:
+            self._walked_at = _registrations
             named = module.named_parameters()
             self._untrained = [each for each in named if id(each[1]) not in self._trained]
         if names := [name for name, p in self._untrained if p.grad is not None and p.requires_grad]:

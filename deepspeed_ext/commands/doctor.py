@@ -1,16 +1,13 @@
 """Checks whether this machine can run each part of deepspeed_ext, with a remedy per problem."""
 
-import contextlib
 import os
 import platform
 import resource
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -18,6 +15,7 @@ import psutil
 from deepspeed_ext.cores.host import find_allowed, omp_binding, read_topology
 from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
+from deepspeed_ext.runtime.files import abandoned_locks
 from deepspeed_ext.runtime.launch import plan_launch
 from deepspeed_ext.runtime.log import counted, one_line
 from deepspeed_ext.runtime.proc import (
@@ -157,24 +155,16 @@ def check_adam_kernel() -> Finding:
 
 
 def check_operator_cache() -> Finding:
-    """Check for locks of killed builds of operators, which torch makes in one folder each. Torch up
-    to 2.13 waits for them forever, silently; from 2.14 on it locks the file itself, which stays
-    after every build. A lock older than a minute may belong to a long build that still runs."""
-    from torch.utils import cpp_extension
-
-    given, locks = os.environ.get("TORCH_EXTENSIONS_DIR"), list[Path]()
-    folder = Path(given or cpp_extension.get_default_build_root())
-    with contextlib.suppress(OSError):
-        for lock in folder.glob("**/lock") if hasattr(cpp_extension, "FileBaton") else ():
-            locks += [lock] if time.time() - lock.stat().st_mtime > 60 else []
-    if locks:
+    """Check for locks of killed builds, for which every later process would wait forever,
+    silently."""
+    if locks := [lock for lock, _ in abandoned_locks()]:
         operators = ", ".join(lock.parent.name for lock in locks)
         return (
             f"a build of {operators} was killed: its lock stays, and the next one waits for it",
             f"rm {shlex.join(map(str, locks))}, unless it is being built now",
             PROBLEM,
         )
-    return f"{folder}, no old build locks", ""
+    return "no old build locks", ""
 
 
 def check_host_memory() -> Finding:

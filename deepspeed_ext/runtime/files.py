@@ -1,5 +1,5 @@
 """Crash-safe file operations: when they return, the disk has the result, and no file is ever
-partial."""
+partial. Also finds the locks that killed builds of operators have left."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import errno
 import os
 import shutil
 import struct
+import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 _TEMPORARY = ".dsext-tmp"
 _CRC = struct.Struct("<I")
@@ -128,3 +130,21 @@ def remove_tree(path: str) -> None:
             return
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
+
+
+_OLD_LOCK_SECONDS = 60
+
+
+def abandoned_locks() -> list[tuple[Path, float]]:
+    """Locks of DeepSpeed's operators that are older than a minute, with their age in seconds: torch
+    up to 2.13 waits for them forever, silently. One may belong to a long build that still runs.
+    None from torch 2.14 on, which locks the file itself: it stays after every build."""
+    from torch.utils import cpp_extension  # slow to import
+
+    found, given = [], os.environ.get("TORCH_EXTENSIONS_DIR")
+    with contextlib.suppress(OSError):
+        for lock in Path(given or cpp_extension.get_default_build_root()).glob("**/lock"):
+            age = time.time() - lock.stat().st_mtime
+            if age > _OLD_LOCK_SECONDS and hasattr(cpp_extension, "FileBaton"):
+                found.append((lock, age))
+    return found

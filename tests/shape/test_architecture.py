@@ -181,7 +181,7 @@ WIDE_RECORDS = {
     "checkpoint.zenflow_state.SavedState",
     "zenflow.plan.arrays.ArraySpec",
     *("zenflow.plan.times.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
-    "zenflow.step.partition.Partition",
+    "zenflow.step.rule.Partition",
     "zenflow.worker.kernel.adam_pass.AdamStep",
     *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass",)),
 }

@@ -208,7 +208,8 @@ class Held:
 
     def _of_rule(self, partition: PartitionPlan) -> RuleBytes:
         lands = self.plan.copies is Copies.BESIDE_STEP
-        return self.plan.rule.nbytes(partition.on_host, self._item, in_place=lands)
+        gradient = DTYPE_BYTES[self.plan.gradient_dtype]
+        return self.plan.rule.nbytes(partition.on_host, self._item, gradient, in_place=lands)
 
     @property
     def _step_bytes(self) -> int:

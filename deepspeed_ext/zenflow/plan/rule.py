@@ -71,7 +71,9 @@ class RuleSettings:
     warning: str | None = field(default=None, kw_only=True)
     prediction_error_factor: float = field(default=0.0, kw_only=True)
 
-    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
+    def nbytes(
+        self, numel: int, item: int = 0, gradient: int = 0, *, in_place: bool = False
+    ) -> RuleBytes:
         """The bytes that the rule takes for a partition.
 
         Kept: 1 / d_b of each block. With signs, the signs and means of m.
@@ -81,7 +83,7 @@ class RuleSettings:
         for each sign. A kernel needs none, but whether it can run is not known before the run.
 
         Args:
-            item: bytes of an element of the weights and of y.
+            item, gradient: bytes of an element of the weights and of y, and of a gradient.
             in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
                 parts.
         """
@@ -150,14 +152,16 @@ class SelectiveSettings(RuleSettings):
     select_every_steps: int
     """Optimizer steps between two selections, a multiple of `interval`; 0: select only once."""
 
-    def nbytes(self, numel: int, item: int = 0, *, in_place: bool = False) -> RuleBytes:
+    def nbytes(
+        self, numel: int, item: int = 0, gradient: int = 0, *, in_place: bool = False
+    ) -> RuleBytes:
         """Kept: p, m, v and the numbers of the hot blocks, and the mean of the interval's
         gradients. A step takes the gradient and weights of the hot blocks."""
         blocks = math.ceil(self.topk_ratio * (numel // self.block_size))
         hot, numbers = blocks * self.block_size, blocks * _NUMBER_BYTES
-        mean = numel * item if self.interval > 1 else 0
+        mean = numel * gradient if self.interval > 1 else 0
         kept = {"hot blocks": numbers + hot * _STATE_BYTES, "mean gradient": mean}
-        step = self.layout.step_bytes(hot, self.block_size) + 2 * hot * item
+        step = self.layout.step_bytes(hot, self.block_size) + hot * (item + gradient)
         return RuleBytes(kept, (numbers, mean), step)
 
 

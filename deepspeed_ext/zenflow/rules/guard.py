@@ -26,7 +26,7 @@ import torch
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import Partition
 from deepspeed_ext.zenflow.worker.kernel.definition import decode
 
 _SHARE_OF_UPDATE = 1 / 3

@@ -43,8 +43,7 @@ from deepspeed_ext.zenflow.plan.rule import slots_at
 from deepspeed_ext.zenflow.rules.guard import PredictionErrors, Sample, blocks_per_sample, drawn
 from deepspeed_ext.zenflow.rules.saved import PartitionValues
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import Schedule, StepPlan, UpdateRule
+from deepspeed_ext.zenflow.step.rule import Partition, Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.transfers.stream import Predict
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 

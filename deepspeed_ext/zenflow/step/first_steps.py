@@ -24,9 +24,8 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import StepPlan
-from deepspeed_ext.zenflow.transfers.landing import landing_buffers
+from deepspeed_ext.zenflow.step.rule import Partition, StepPlan
+from deepspeed_ext.zenflow.transfers.copying import landing_buffers
 
 
 class FirstSteps:

@@ -51,8 +51,7 @@ from deepspeed_ext.runtime.log import LOAD_ANOTHER
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.partition import Partition, WholeState
-from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.step.rule import Partition, UpdateRule, WholeState
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import FilePart, Span
 from deepspeed_ext.zenflow.worker.moments import ShownMoments
