@@ -135,8 +135,10 @@ def start_optimizer(
     metrics = Metrics()
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.close)
-    heads = Heads.if_all_have_room(plan, parts, link.arena, kind, ranks) if plan.has_heads else None
-    if plan.has_heads and heads is None:
+    heads = (
+        Heads.if_all_have_room(plan, parts, link.arena, kind, ranks) if plan.head_bytes else None
+    )
+    if plan.head_bytes and heads is None:
         raise OutOfMemoryError(
             f"offload_optimizer.ratio keeps {plan.head_bytes:,} bytes of the optimizer on the "
             f"accelerator of rank {ranks.rank}, and a rank has no memory for its part: raise the "

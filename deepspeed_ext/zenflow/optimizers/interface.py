@@ -191,7 +191,7 @@ class OptimizerKind(ABC):
 
         firsts = {0 if launch.is_aligned(block_size, [part]) else 1 for part in weights}
         calls: list[Callable[[], None]] = []
-        if plan.has_heads or (plan.computes_there and plan.rule.steps_beside_worker):
+        if plan.head_bytes or (plan.computes_there and plan.rule.steps_beside_worker):
             calls += [partial(step_rows, first) for first in firsts]
         if plan.computes_there and plan.rule.estimates:
             calls += [partial(estimate, first) for first in firsts]

@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Source,
     Wait,
 )
-from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of, y_replaces_gradient
 from deepspeed_ext.zenflow.plan.rule import RuleSettings, settings_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
@@ -145,7 +145,7 @@ class _Planner:
         total = sum(each.on_host * each.times for each in plan.partitions)
         largest = max((each.on_host for each in plan.partitions), default=0)
         numel = min(plan.chunk_numel, largest)
-        is_read = self.rule.slots(plan.source) > 1 or not plan.y_replaces_gradient
+        is_read = self.rule.slots(plan.source) > 1 or not y_replaces_gradient(plan)
         is_beside = plan.copies is Copies.BESIDE_STEP and not is_read
         return numel if is_beside and SLOTS_OF_CHUNKS * numel < total else 0
 

@@ -115,13 +115,6 @@ class ZenFlowPlan:
         caller = self.caller
         return caller.summed_dtype if self.source is Source.BACKWARD else caller.gradient_dtype
 
-    @property
-    def y_replaces_gradient(self) -> bool:
-        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
-        Otherwise y of one element would overwrite gradients of others, which another thread may not
-        have read."""
-        return DTYPE_BYTES[self.caller.weights_dtype] == DTYPE_BYTES[self.gradient_dtype]
-
     @cached_property
     def is_in_transit(self) -> bool:
         """Whether gradients and y pass through the host in slots of chunks."""
@@ -160,7 +153,7 @@ class ZenFlowPlan:
         ]
         shown = [kind for kind in layout.shown if kind not in layout.kinds]
         found += [spec(kind, "float32", touched=False, before=before) for kind in shown]
-        if not self.y_replaces_gradient:
+        if not y_replaces_gradient(self):
             lifts = self.places.weights is Place.ACCELERATOR
             found.append(spec("y", caller.weights_dtype, exchanged=lifts))
         if self.rule.estimates:
@@ -171,7 +164,7 @@ class ZenFlowPlan:
 
     def _gradient(self, numel: int, partition: int, slot: int) -> ArraySpec:
         """A slot for a gradient, and for y in its place if that fits."""
-        y = self.caller.weights_dtype if self.y_replaces_gradient else None
+        y = self.caller.weights_dtype if y_replaces_gradient(self) else None
         dtype = self.gradient_dtype
         return ArraySpec("g", dtype, numel, partition, slot, exchanged=True, replaced_by=y)
 
@@ -233,6 +226,9 @@ class ZenFlowPlan:
         """Bytes of the optimizer's state on the accelerator."""
         return sum(self.rule.head_bytes(each.head) * each.times for each in self.partitions)
 
-    @property
-    def has_heads(self) -> bool:
-        return any(each.head for each in self.partitions)
+
+def y_replaces_gradient(plan: ZenFlowPlan) -> bool:
+    """Whether y takes the place of the newest gradient: only if their items have equal sizes.
+    Otherwise y of one element would overwrite gradients of others, which another thread may not
+    have read."""
+    return DTYPE_BYTES[plan.caller.weights_dtype] == DTYPE_BYTES[plan.gradient_dtype]

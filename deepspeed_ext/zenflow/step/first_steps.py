@@ -153,8 +153,8 @@ class FirstSteps:
             for head, size in zip(heads, sizes, strict=False)
         )
         wants, fits_all = host.ranks.minimum(-int(any(heads)), int(fits))
-        if plan.has_heads or not (wants and fits_all):
-            return bool(fits_all) and bool(wants) is plan.has_heads
+        if plan.head_bytes or not (wants and fits_all):
+            return bool(fits_all) and bool(wants) is bool(plan.head_bytes)
         share = 1.0 - sum(heads) / max(1, sum(sizes))
         return move(host, times.with_heads(plan, heads, share, "the checkpoint's"))
 

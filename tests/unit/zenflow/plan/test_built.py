@@ -16,7 +16,7 @@ from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, y_replaces_gradient
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -60,7 +60,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     if transfers._buffers:
         tensors = [each for one in transfers._buffers for each in (one.published, one.means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
-        equal_items = plan.y_replaces_gradient
+        equal_items = y_replaces_gradient(plan)
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(
             ("slots", bool(plan.slot_numel) * chunks.SLOTS_OF_CHUNKS, len(transfers._slots))

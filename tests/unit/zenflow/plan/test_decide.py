@@ -23,7 +23,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Source,
     Wait,
 )
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, y_replaces_gradient
 from tests.support.planned import decided
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -400,7 +400,7 @@ def test_every_byte_of_the_arena_belongs_to_something(
     layout, item = plan.rule.layout, {"float32": 4, "bfloat16": 2, "float16": 2}
     moment = {"float32": 4, "bfloat16": 2, "int8": 1}[layout.moment_dtype]
     gradient = item[plan.gradient_dtype]
-    apart = 0 if plan.y_replaces_gradient else item[plan.caller.weights_dtype]
+    apart = 0 if y_replaces_gradient(plan) else item[plan.caller.weights_dtype]
     for index, each in enumerate(plan.partitions):
         arrays = [spec for spec in plan.arena if spec.partition == index]
         blocks, n = -(-each.on_host // plan.rule.block_size), each.on_host
