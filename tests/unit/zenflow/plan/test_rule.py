@@ -60,9 +60,9 @@ def test_a_share_has_temporaries_of_its_moments(dtype: str, each: int) -> None:
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_hot_blocks_and_the_mean_are_kept(interval: int) -> None:
-    """A hot element takes 12 bytes: p, m and v in fp32."""
-    taken = selective(update_interval=interval).nbytes(COLD, 2)
-    mean = 2 * COLD if interval > 1 else 0
+    """A hot element takes 12 bytes: p, m and v in fp32. Gradients take 4 here."""
+    taken = selective(update_interval=interval).nbytes(COLD, 2, 4)
+    mean = 4 * COLD if interval > 1 else 0
     assert taken.kept == {"hot blocks": HOT * (12 * 32 + 8), "mean gradient": mean}
     assert taken.saved == (8 * HOT, mean)
 
