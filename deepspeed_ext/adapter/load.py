@@ -12,6 +12,7 @@ supported.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -40,7 +41,7 @@ from deepspeed_ext.checkpoint.file import reading, unmarked
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted, logger
+from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted, log_once, logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
     RankGroup,
@@ -273,6 +274,10 @@ class Load:
             changes["load_from_fp32_weights"] = True
         if changes:
             swaps.append(Swap(engine._config, "zero_config", before.model_copy(update=changes)))
+            if self._ranks.rank == 0:
+                why = "the layout has changed" if is_moved else "ZenFlow's weights are predictions"
+                told = f"zero_optimization: {', '.join(changes)} without effect on this load: {why}"
+                log_once(logging.INFO, told)
         return swaps
 
     def _read(self, path: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class ShownMoments:
         begin = 0
         for codes, scales, _ in self._runs(address):
             end = begin + codes.numel()
-            run = torch.zeros(end - begin) if values is None else values[begin:end]
+            run = torch.zeros_like(codes) if values is None else values[begin:end]
             begin = end
             encode(run.to(codes.device, torch.float32), codes, scales, self._block_size)
 

@@ -85,7 +85,8 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         plan: Any = SimpleNamespace(
             rule=SimpleNamespace(block_size=32, estimates=True),
             caller=Caller("bfloat16", "bfloat16"),
-            has_heads=True,
+            gradient_dtype="bfloat16",
+            head_bytes=1,
             computes_there=True,
         )
         kind.prepare_kernels(plan, [flat(64, 0), flat(64, 1)], warns=True)
