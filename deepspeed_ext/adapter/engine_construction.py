@@ -325,7 +325,6 @@ class EngineConstruction(DeepSpeedEngine):
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        dtype = self._config.grad_accum_dtype and self.get_data_types()[1]  # None: not given
         start = ZenFlowStart(
             with_timeout(zenflow, timeouts),
             self._ranks,
@@ -333,7 +332,7 @@ class EngineConstruction(DeepSpeedEngine):
             self.core_binding,
             settings.host_ratio,
             steps,
-            sums_in_fp32=dtype != torch.bfloat16,
+            sums=self._config.grad_accum_dtype and self.get_data_types()[1],
         )
         return [
             optimizer_class(partial(ZenFlowZeroOptimizer, settings=settings, start=start)),

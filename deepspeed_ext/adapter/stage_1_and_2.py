@@ -183,7 +183,7 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
     ) -> None:
         self._start = start
         self._partitions = GroupPartitions(self, self._link_optimizer_states)
-        keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
+        keep_masters_on_host(kwargs, sums_in_fp32=start.sums is not torch.bfloat16)
         super().__init__(*args, settings=settings, ranks=start.ranks, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 

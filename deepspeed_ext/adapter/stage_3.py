@@ -59,7 +59,7 @@ class ZenFlowZeroOptimizerStage3(StepsInProcess, DeepSpeedZeroOptimizerStage3):
     ) -> None:
         self._start = start
         self._partitions = SubGroupPartitions(self)
-        keep_masters_on_host(kwargs, sums_in_fp32=start.sums_in_fp32)
+        keep_masters_on_host(kwargs, sums_in_fp32=start.sums is not torch.bfloat16)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would split by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
         if self.host_optimizer.decided.source is Source.BACKWARD:

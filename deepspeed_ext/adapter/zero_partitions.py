@@ -119,7 +119,12 @@ def _caller(
     dtypes = dtype_name(dtype), dtype_name(zero.gradient_accumulation_dtype)
     each = [zero.reduce_bucket_size] * buckets
     reducing = reducing_bytes(*dtypes, each, sum(sizes), max(sizes), shards)
-    return Caller(*dtypes, bucket_bytes=reducing if zero.contiguous_gradients else 0, **how)
+    return Caller(
+        *dtypes,
+        bucket_bytes=reducing if zero.contiguous_gradients else 0,
+        asks_for_fp32=zero._start.sums is torch.float32,
+        **how,
+    )
 
 
 class GroupPartitions(ZeroPartitions):

@@ -77,7 +77,7 @@ class ZenFlowStart:
         ratio: ``offload_optimizer.ratio``.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
             the data loader.
-        sums_in_fp32: whether micro-steps are summed in fp32: not if the config asks for bf16.
+        sums: dtype in which the config asks to sum micro-steps; None: it does not.
     """
 
     config: ZenFlowConfig
@@ -86,7 +86,7 @@ class ZenFlowStart:
     binding: CoreBinding | None = None
     ratio: Ratio = 1.0
     steps_per_epoch: int | None = None
-    sums_in_fp32: bool = True
+    sums: torch.dtype | None = None
 
 
 def start_optimizer(

@@ -361,8 +361,8 @@ ROWS = (
     _in(
         "data_types",
         {"grad_accum_dtype": "fp32"},
-        says="sums that stay on the accelerator are handed over in the weights' dtype: with bf16 "
-        "at stage 1 p was off by 2.5e-4 where ZeRO-Offload's was by 7e-7",
+        says="handed over in fp32, as ZeRO-Offload's; without it sums that stay on the accelerator "
+        "are rounded to the weights' dtype",
     ),
     _top("communication_data_type", "bf16", WORKS_IN_16_BIT),
     # -- steps and gradients -----------------------------------------------------------------------

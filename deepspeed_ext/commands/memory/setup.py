@@ -87,9 +87,8 @@ class Setup:
         return self.reduce_bucket_size * (2 if self.overlaps and self.stage < 3 else 1)
 
     def accumulation_dtype(self, model: Model) -> str:
-        ours = self.accumulation > 1 and self.sums != "bf16"
-        in_fp32 = self.sums == "fp32" if self.zenflow is None else ours
-        return "float32" if in_fp32 else model.dtype
+        ours = self.zenflow is not None and self.accumulation > 1 and self.sums != "bf16"
+        return "float32" if ours or self.sums == "fp32" else model.dtype
 
     def partitions(self, model: Model, machine: Machine) -> list[Run]:
         """This rank's partitions in order, with padding: one at stages 1 and 2, one per sub-group
@@ -118,6 +117,7 @@ class Setup:
             partitions_weights=self.partitions_weights,
             bucket_bytes=reducing_bytes(*dtypes, buckets, model.params, model.largest, shards),
             ranks=machine.ranks,
+            asks_for_fp32=self.sums == "fp32",
         )
 
     def zenflow_plan(

@@ -57,6 +57,7 @@ class Caller:
         bucket_bytes: bytes of the accelerator for gradients that are being reduced
             (`reducing_bytes`).
         ranks: number of data-parallel ranks.
+        asks_for_fp32: whether the config asks for fp32 sums, which are then handed over as such.
     """
 
     weights_dtype: str
@@ -66,13 +67,15 @@ class Caller:
     partitions_weights: bool = False
     bucket_bytes: int = 0
     ranks: int = 1
+    asks_for_fp32: bool = False
 
     @property
     def gradient_dtype(self) -> str:
         """Name of the dtype in which gradients that stay on the accelerator are handed over: the
         weights', or for fp16 weights that of their sums. fp16 cannot represent gradients that were
         added up in fp32; bf16 has the range of fp32."""
-        return self.summed_dtype if self.weights_dtype == "float16" else self.weights_dtype
+        keeps = self.asks_for_fp32 or self.weights_dtype == "float16"
+        return self.summed_dtype if keeps else self.weights_dtype
 
 
 def reducing_bytes(
