@@ -117,14 +117,10 @@ def _caller(
     """The `Caller` of DeepSpeed's optimizer, by the dtype of weights, the elements of each trained
     parameter, the number of buckets, and `shards` as for `reducing_bytes`."""
     dtypes = dtype_name(dtype), dtype_name(zero.gradient_accumulation_dtype)
-    each = [zero.reduce_bucket_size] * buckets
+    each, asks = [zero.reduce_bucket_size] * buckets, zero._start.sums is torch.float32
     reducing = reducing_bytes(*dtypes, each, sum(sizes), max(sizes), shards)
-    return Caller(
-        *dtypes,
-        bucket_bytes=reducing if zero.contiguous_gradients else 0,
-        asks_for_fp32=zero._start.sums is torch.float32,
-        **how,
-    )
+    reducing = reducing if zero.contiguous_gradients else 0
+    return Caller(*dtypes, bucket_bytes=reducing, asks_for_fp32=asks, **how)
 
 
 class GroupPartitions(ZeroPartitions):

@@ -77,7 +77,7 @@ class ZenFlowStart:
         ratio: ``offload_optimizer.ratio``.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
             the data loader.
-        sums: dtype in which the config asks to sum micro-steps; None: it does not.
+        sums: dtype in which the config asks to sum micro-steps.
     """
 
     config: ZenFlowConfig

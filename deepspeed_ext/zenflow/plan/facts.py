@@ -71,9 +71,8 @@ class Caller:
 
     @property
     def gradient_dtype(self) -> str:
-        """Name of the dtype in which gradients that stay on the accelerator are handed over: the
-        weights', or for fp16 weights that of their sums. fp16 cannot represent gradients that were
-        added up in fp32; bf16 has the range of fp32."""
+        """Name of the dtype in which gradients that stay on the accelerator are handed over. fp16
+        cannot represent gradients that were added up in fp32; bf16 has the range of fp32."""
         keeps = self.asks_for_fp32 or self.weights_dtype == "float16"
         return self.summed_dtype if keeps else self.weights_dtype
 

@@ -58,12 +58,8 @@ class ShownMoments:
                 encode(shown, codes, scales, self._block_size)
 
     def put(self, address: int, values: torch.Tensor | None) -> None:
-        """Replace a moment that would be shown at an address, and is not. A load that showed it
-        would take 4 bytes per element more.
-
-        Args:
-            values: 1-D [n]; None: zeros.
-        """
+        """Replace a moment that would be shown at an address, and is not, by `values`, 1-D [n], or
+        zeros. A load that showed it would take 4 bytes per element more."""
         begin = 0
         for codes, scales, _ in self._runs(address):
             end = begin + codes.numel()
