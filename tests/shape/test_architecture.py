@@ -180,7 +180,7 @@ WIDE_RECORDS = {
     "commands.memory.setup.Setup",
     "checkpoint.zenflow_state.SavedState",
     "zenflow.plan.arrays.ArraySpec",
-    *("zenflow.plan.times.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
+    *(f"zenflow.plan.{name}" for name in ("times.Lanes", "plan.ZenFlowPlan", "facts.Caller")),
     "zenflow.step.rule.Partition",
     "zenflow.worker.kernel.adam_pass.AdamStep",
     *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass",)),
