@@ -64,12 +64,12 @@ def _lines(passes: Sequence[float], waits: dict[tuple[str, str], list[float]]) -
         at = 50 + 20 * number
         yield f'<rect x="14" y="{at - 10}" width="22" height="6" fill="{color}"/>'
         yield _text(44, at, name, "font-size='15'")
-    for value in range(math.floor(MOST) + 1):
+    for steps in range(math.floor(MOST) + 1):
         yield (
-            f'<line x1="{LEFT}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
+            f'<line x1="{LEFT}" x2="{right}" y1="{y(steps):.1f}" y2="{y(steps):.1f}" '
             'stroke="#ddd"/>'
         )
-        yield _text(LEFT - 12, y(value) + 5, f"{value}", "text-anchor='end'")
+        yield _text(LEFT - 12, y(steps) + 5, f"{steps}", "text-anchor='end'")
     for value in passes:
         yield _text(x(value), bottom + 24, f"{value:g}", "text-anchor='middle'")
     label = "a pass over the optimizer's state, in steps"
