@@ -43,6 +43,7 @@ from deepspeed_ext.zenflow.plan.times import (
     chosen_share,
     lanes_of,
     least_units,
+    traffic_of,
     with_host_share,
 )
 
@@ -99,22 +100,26 @@ def lanes_on(plan: MemoryPlan) -> Lanes:
 
     Weights on the host are fetched twice beside forward and backward. ZeRO-Offload converts
     gradients to fp32 before they go down, which alone it hides, during backward; Adam's pass, which
-    reads p, m, v and the gradient and writes p, m, v, and the weights' way up follow.
+    reads p, m, v and the gradient and writes p, m, v, and the weights' way up follow. Gradients
+    that leave in backward are hidden with `overlap_comm` alone: otherwise their copies, and those
+    of ours that bring a sum of micro-steps up again to add to it, run in backward's own stream.
     """
     setup, item, machine = plan.setup, plan.model.itemsize, plan.machine
     numel, link = setup.partition_numel(plan.model, machine), machine.link
-    on_host = setup.weights is Place.HOST
+    on_host, ours = setup.weights is Place.HOST, plan.zenflow
     fetched = 2 * setup.accumulation * on_host * item * numel / link
-    if plan.zenflow is not None:
-        lanes = lanes_of(plan.zenflow, link, machine.host_of_rank)
-        hides = plan.zenflow.rule.overlapped
-        return replace(lanes, beside=max(lanes.beside, fetched)) if hides else lanes
+    if ours is not None:
+        lanes = lanes_of(ours, link, machine.host_of_rank)
+        waits = ours.source is Source.BACKWARD and not setup.overlaps
+        copied = waits * (2 * setup.accumulation - 1) * traffic_of(ours).down * numel / link
+        beside = max(lanes.beside, ours.rule.overlapped * fetched)
+        return replace(lanes, exposed=lanes.exposed + copied, beside=beside)
     if not setup.offload:
         return Lanes(0.0, 0.0, 0.0, 0.0, fetched)
-    copied = 4 + item if item < 4 else 0
     down, up = 4 * numel / link, item * numel / link
-    passed = (7 * 4 + copied) * numel / machine.host_of_rank
-    return Lanes(down, up, passed, passed + (0.0 if on_host else up), max(down, fetched))
+    passed = (7 * 4 + (4 + item if item < 4 else 0)) * numel / machine.host_of_rank
+    exposed = passed + (not on_host) * up + (not setup.overlaps) * down
+    return Lanes(down, up, passed, exposed, max(setup.overlaps * down, fetched))
 
 
 @dataclass(frozen=True)

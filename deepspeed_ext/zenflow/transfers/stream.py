@@ -265,8 +265,6 @@ class Stream:
             self._submit(chunks)
             return
         departed = copying.recorded(get_accelerator().current_stream()) if self._lifts else None
-        if self._up is not None:  # whatever has read the old weights was launched before
-            self._up.wait_event(departed)
         peeked = self._peeked(len(chunks))
         parcels = [
             self._parcel(

@@ -19,7 +19,17 @@ from deepspeed_ext.errors import CheckpointError
 from tests.support.matrix import cover
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
-from tests.support.resharded import STEPS, Model, Run, beside, data, resume, saved_by, state_of
+from tests.support.resharded import (
+    APPLIED,
+    STEPS,
+    Model,
+    Run,
+    beside,
+    data,
+    resume,
+    saved_by,
+    state_of,
+)
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import RULES, make_engine, train, weights_of
 
@@ -58,6 +68,8 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
     folder, expected = saved_by(saved, module_folder)
     same_layout = saved.ranks == resumed.ranks and max(saved.stage, resumed.stage) < 3
     goes_on = same_layout and saved.way == resumed.way and saved.way in RULES
+    if saved.way == "selective" and not goes_on:
+        let_apply_at_home(saved, folder)
     for difference, losses in run_ranks(
         resumed.ranks, resume, resumed, folder, pool=resumed.pool, goes_on=goes_on
     ):
@@ -140,8 +152,15 @@ def applied_at_home(run: Run, folder: str) -> None:
     engine.load_checkpoint(folder, tag="t")
     expected = {"state": state_of(engine), "beside": beside(engine)}
     if dist.get_rank() == 0:
-        torch.save(expected, Path(folder, "expected"))
+        torch.save(expected, Path(folder, APPLIED))
     engine.destroy()
+
+
+def let_apply_at_home(run: Run, folder: str) -> None:
+    """Cold blocks have had fewer updates than hot ones. Without the rule there is one count, to
+    which their moments are scaled."""
+    if not Path(folder, APPLIED).exists():
+        run_ranks(run.ranks, applied_at_home, run, folder, pool=run.pool)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +174,9 @@ def test_collected_gradients_are_applied(saved: Run, resumed: Run, module_folder
     """Saved in the middle of an interval: as where the layout stays and the rule changes, to the
     bit."""
     folder, _ = saved_by(saved, module_folder, MID_INTERVAL)
-    before = torch.load(Path(folder, "expected"))
-    run_ranks(saved.ranks, applied_at_home, saved, folder, pool=saved.pool)
-    assert first_difference(before, torch.load(Path(folder, "expected"))), "nothing was collected"
+    let_apply_at_home(saved, folder)
+    before, after = (torch.load(Path(folder, name)) for name in ("expected", APPLIED))
+    assert first_difference(before, after), "nothing was collected"
     for difference, _ in run_ranks(
         resumed.ranks, resume, resumed, folder, MID_INTERVAL, pool=resumed.pool
     ):

@@ -69,7 +69,7 @@ def lanes(setup: Setup, ranks: int = 1, **speeds: Any) -> Lanes:
 def test_zero_offload_hides_its_gradients_alone() -> None:
     """They go down in fp32, 16-bit weights up; the pass reads p, m, v and the gradient, writes p, m
     and v, and converts."""
-    offload = lanes(Setup(stage=2, offload=True))
+    offload = lanes(Setup(stage=2, offload=True, overlap_comm=True))
     down, up, passed = (nbytes * 7e9 for nbytes in (4 / 50e9, 2 / 50e9, (28 + 6) / 400e9))
     assert (offload.down, offload.up, offload.host) == pytest.approx((down, up, passed))
     assert (offload.exposed, offload.beside) == pytest.approx((passed + up, down))
@@ -100,12 +100,34 @@ def test_hidden_copies_expose_nothing_and_the_exact_rule_hides_behind_the_forwar
 
 
 def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> None:
-    setup = Setup(stage=2, zenflow=ZenFlowConfig(gradients_on_host=True))
+    section = ZenFlowConfig(gradients_on_host=True)
+    setup = Setup(stage=2, zenflow=section, overlap_comm=True)
     link, estimate = 2 * 7e9 / 10e9, (2 + 2 + 2) * 7e9 / 40e9
     assert lanes(setup, link=10e9).exposed == pytest.approx(link, rel=1 / 32)
     assert lanes(setup, link=100e9, host=40e9).exposed == pytest.approx(estimate, rel=1 / 32)
     late = lanes(replace(setup, stage=3), link=10e9)
     assert late.exposed == pytest.approx(link / 64, rel=0.5), "all but the first chunk hides"
+
+
+@pytest.mark.parametrize(
+    ("how", "copied"),
+    [
+        ({"offload": True}, 4),
+        ({"zenflow": ZenFlowConfig(gradients_on_host=True)}, 2),
+        ({"zenflow": ZenFlowConfig(gradients_on_host=True), "accumulation": 3}, 5 * 4),
+        ({"zenflow": ZenFlowConfig(gradients_on_host=False)}, 0),
+        ({}, 0),
+    ],
+)
+def test_without_overlap_comm_gradients_leave_in_the_stream_of_backward(
+    how: dict[str, Any], copied: int
+) -> None:
+    """DeepSpeed's default at stage 2. Sums of micro-steps also come up again, to be added to."""
+    for stage, field in ((2, None), (3, False)):
+        setup = Setup(stage=stage, **how, overlap_comm=field)
+        hidden = lanes(replace(setup, overlap_comm=True)).exposed
+        exposed = lanes(setup).exposed - hidden
+        assert exposed == pytest.approx(copied * 7e9 / 50e9, rel=1e-6, abs=1e-9)
 
 
 def test_recomputation_counts_the_same_way_in_memory_and_in_time() -> None:

@@ -311,6 +311,43 @@ def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(first: s
     assert run_ranks(1, y_then_gradient, 80, first, device="sim") == [(sizes, True, True)]
 
 
+def lost_behind_a_copy(numel: int) -> bool:
+    """Whether weights that are lost are NaN although their copy up had been started."""
+    stream, arena, (weights,) = stream_of(plan_of([numel], "inside"))
+    PageLocks().lock([arena.tensor("g")])
+    stream.expect([0])
+    stream.depart([WorkerTask(0, 0, ANY)], {})
+    stream.wait()
+    stream.lose()
+    stream.close()
+    return bool(weights.isnan().all())
+
+
+def test_a_copy_up_that_was_started_ends_before_its_weights_are_lost() -> None:
+    assert run_ranks(1, lost_behind_a_copy, 1 << 14, device="sim") == [True]
+
+
+def closed_behind_a_reader(numel: int, what: str) -> bool:
+    """Whether all is read once all is closed, on a stream that is no longer the current one."""
+    accelerator = get_accelerator()
+    stream, arena, (weights,) = stream_of(plan_of([numel], "inside", overlapped=True))
+    PageLocks().lock([arena.tensor("g"), stream._means[0]])
+    accelerator.synchronize()
+    side = accelerator.Stream()
+    with accelerator.stream(side):
+        if what == "y":
+            for _, y, target in stream.parts(0):
+                target.copy_(y, non_blocking=True)
+        else:
+            stream.block_means(0).to(weights.device, non_blocking=True)
+    return stream.close() and side.query()
+
+
+@pytest.mark.parametrize("what", ["y", "means"])
+def test_memory_is_unlocked_once_it_has_been_read(what: str) -> None:
+    assert run_ranks(1, closed_behind_a_reader, 1 << 14, what, device="sim") == [True]
+
+
 AT_ONCE_SECONDS = 30.0
 """Far below the group's timeout, and far above what anything here takes."""
 
