@@ -115,7 +115,7 @@ def run_side(program: Program, side: str, norms: Norms) -> list[dict[str, Any]]:
     from deepspeed import comm as dist
 
     import deepspeed_ext
-    from deepspeed_ext.zenflow.plan import chunks
+    from deepspeed_ext.zenflow.plan import places
     from deepspeed_ext.zenflow.step import link
     from tests.fuzz.program_side import trace
 
@@ -127,7 +127,7 @@ def run_side(program: Program, side: str, norms: Norms) -> list[dict[str, Any]]:
     try:
         with (
             patch.object(link, "library_path", lambda: None),
-            patch.object(chunks, "CHUNK_NUMEL", 64),
+            patch.object(places, "CHUNK_NUMEL", 64),
             norms.noted(),
         ):
             return trace(program, config, extended, folder[0], norms.at)

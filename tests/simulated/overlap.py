@@ -20,7 +20,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -122,7 +122,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             "network_gb_per_s": 1e6,
         }
         with (
-            patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
+            patch.object(places, "CHUNK_NUMEL", numel // way.chunks),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from tests.support.zenflow import zenflow_config
 
 CHUNK = 512
@@ -20,5 +20,5 @@ def exact_config(stage: int, *args: Any, **section: Any) -> dict[str, Any]:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+    with patch.object(places, "CHUNK_NUMEL", CHUNK):
         yield

@@ -23,7 +23,7 @@ from deepspeed.utils import (
 )
 
 import deepspeed_ext
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
 from tests.support.models import Branches, OddModel, batches, on_device, two_groups
@@ -271,7 +271,7 @@ def engine_of(config: dict[str, Any], variant: Variant) -> Any:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Inside, small partitions have several chunks and parts."""
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
+    with patch.object(places, "CHUNK_NUMEL", 512):
         yield
 
 

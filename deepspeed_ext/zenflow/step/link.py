@@ -20,8 +20,7 @@ from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.transfers.copying import LandingBuffer, PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Predict, Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import library_path

@@ -19,10 +19,10 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.transfers.copying import LandingBuffer
 from deepspeed_ext.zenflow.transfers.courier import Parcel
-from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
@@ -104,7 +104,7 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
     found, rank = [], dist.get_rank()
     for state, chunk in cases:
         message, ended = "no error", 0.0
-        with patch.object(chunks, "CHUNK_NUMEL", 512):
+        with patch.object(places, "CHUNK_NUMEL", 512):
             engine = make_engine(config)
             link = engine.optimizer.host_optimizer.link
             is_whole = "update_interval" in config["zero_optimization"]["zenflow"]

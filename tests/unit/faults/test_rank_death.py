@@ -26,7 +26,7 @@ from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.times import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.link import WorkerLink
@@ -151,7 +151,7 @@ def data_of(config: dict[str, Any]) -> Any:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
+    with patch.object(places, "CHUNK_NUMEL", 512):
         yield
 
 

@@ -18,7 +18,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore
@@ -157,7 +157,7 @@ def lose_in(config: dict[str, Any], phase: str, folder: str) -> dict[str, Any]:
     resume differ from an undisturbed run?"""
     rank = dist.get_rank()
     data, message, before = batches(6, rank), "no error", shared_mappings()
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
+    with patch.object(places, "CHUNK_NUMEL", 512):
         engine = make_engine(config)
         train(engine, data[:2])
         engine.save_checkpoint(folder, tag="good")
