@@ -28,7 +28,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     Patience,
     Span,
-    ThreadLimit,
     WorkerPlan,
     WorkerTask,
 )
@@ -170,15 +169,6 @@ class WorkerLink:
         self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
         self.arena.relay(layout)
         self._carry(plan, buffers)
-
-    def limit_threads(self, threads: int) -> None:
-        """Run later passes on the worker's first `threads` threads, with the same results. Does not
-        wait.
-
-        Raises:
-            WorkerError: the worker has failed.
-        """
-        self.process.submit([ThreadLimit(threads)])
 
     # Note: [an error of one rank]
     # If a rank raised between two of DeepSpeed's collectives, the others would wait in the next one
