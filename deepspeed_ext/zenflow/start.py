@@ -34,7 +34,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.rule import Partition, WholeState
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.transfers.copying import LandingBuffer, landing_buffers
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer, landing_buffers
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 

@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.rule import Partition, StepPlan
-from deepspeed_ext.zenflow.transfers.copying import landing_buffers
+from deepspeed_ext.zenflow.transfers.landing import landing_buffers
 from deepspeed_ext.zenflow.worker.messages import ThreadLimit
 
 

@@ -15,15 +15,16 @@ from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.runtime.process import OwnProcess, is_of_handler
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.transfers.copying import LandingBuffer, PageLocks
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Predict, Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     Patience,

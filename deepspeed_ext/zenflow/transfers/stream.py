@@ -46,8 +46,8 @@ from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.transfers import copying
 from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder, Key, split
-from deepspeed_ext.zenflow.transfers.copying import LandingBuffer
 from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.messages import Patience, Span, WorkerTask

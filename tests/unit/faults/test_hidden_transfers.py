@@ -21,10 +21,10 @@ from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.transfers.copying import LandingBuffer
 from deepspeed_ext.zenflow.transfers.courier import Parcel
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Stream
-from deepspeed_ext.zenflow.worker.kernel import Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches, on_device

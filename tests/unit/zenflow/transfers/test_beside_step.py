@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_ext
-from deepspeed_ext.zenflow.transfers.copying import LandingBuffer
+from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from tests.support import ranks as rank_pools
 from tests.support.matrix import some
 from tests.support.models import OddModel, batches, on_device, two_groups

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.places import MOST_CHUNKS, chunk_numel
-from deepspeed_ext.zenflow.transfers.copying import PageLocks
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
