@@ -46,7 +46,7 @@ for compiler in cc c++ gcc g++ clang clang++; do
     if "$compiler" --version >/dev/null 2>&1; then echo "$compiler still runs" >&2; exit 91; fi
 done
 "$1" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null && exit 92
-"$1" -c 'from deepspeed_ext.zenflow.worker.kernel import native; print("kernel:", native.library_path())'
+"$1" -c 'import deepspeed_ext.zenflow.worker.kernel.native as n; print("kernel:", n.library_path())'
 shift
 exec "$@"
 """
