@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import safe_get_full_fp32_param
 
 import deepspeed_ext
@@ -90,10 +91,9 @@ def make_engine(
 def refusal(config: dict[str, Any], make: Callable[..., Any] = make_engine, **how: Any) -> str:
     """Why `make` refuses a config; "accepted" if it does not."""
     try:
-        engine = make(config, **how)
-    except ConfigError as error:
+        make(config, **how).destroy()
+    except (ConfigError, ZeRORuntimeException) as error:
         return str(error)
-    engine.destroy()
     return "accepted"
 
 
