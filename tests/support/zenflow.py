@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -15,6 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 import deepspeed_ext
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan import chunks
 from tests.support.compare import base_config
 from tests.support.models import OddModel, batches
 from tests.support.planned import copies_as
@@ -59,6 +62,11 @@ def zenflow_config(
             "sub_group_size": 4000,
         }
     return config
+
+
+def small_chunks() -> AbstractContextManager[Any]:
+    """Inside, partitions of small models have several chunks."""
+    return patch.object(chunks, "CHUNK_NUMEL", 512)
 
 
 def offload_config(config: dict[str, Any]) -> dict[str, Any]:

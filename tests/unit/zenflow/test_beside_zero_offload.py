@@ -23,7 +23,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.step import link
 from tests.support.compare import allow_fp16
 from tests.support.models import OddModel, batches, two_groups
@@ -33,6 +32,7 @@ from tests.support.zenflow import (
     full_masters_of,
     make_engine,
     offload_config,
+    small_chunks,
     train,
     weights_of,
     zenflow_config,
@@ -177,7 +177,7 @@ def differs(config: dict[str, Any], *how: str) -> list[Any]:
     norms = Norms()
     with (
         patch.object(link, "library_path", lambda: None),
-        patch.object(chunks, "CHUNK_NUMEL", 512),
+        small_chunks(),
     ):
         ours = outcome(config, norms, *how, extended=True)
     theirs_norms = Norms(norms)
