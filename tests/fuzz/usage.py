@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 from tests.fuzz.programs import Program
 
-SIDES = {"offload": ("exact", "predictive"), "zero": ("zero",)}
 TIMEOUT_SECONDS = 30.0
 NORMS_APART = 2.0**-20
 """ZeRO-Offload adds squares of norms in Python's floats."""
