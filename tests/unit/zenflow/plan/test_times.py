@@ -39,7 +39,6 @@ from tests.support.planned import decided
 from tests.support.schedules import Machine, exact
 
 GIB = 1 << 30
-RATIO = "offload_optimizer.ratio"
 many = settings(deadline=None, derandomize=True, database=None)
 numbers = st.lists(st.integers(0, 1_000_000), min_size=1, max_size=3)
 shares = st.floats(0.0, 1.0)

@@ -375,9 +375,9 @@ def test_a_room_is_free_once_its_results_have_arrived_also_if_nothing_is_locked(
     run_ranks(1, closed_with_results_on_their_way, 1 << 14, device="sim")
 
 
-def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, float]:
+def behind_a_busy_worker(config: dict[str, Any], layers: int) -> tuple[str, float]:
     """Step while the worker of rank 0 makes progress, but not enough."""
-    engine = make_engine(config, model=partial(Linears, millions))
+    engine = make_engine(config, model=partial(Linears, layers, 1024))
     rows = on_device(torch.randn(1, 1024).bfloat16())
     train(engine, [rows] * 2)
     adam = engine.optimizer.host_optimizer

@@ -16,8 +16,8 @@ from deepspeed_ext.zenflow.plan.places import MOST_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
-from tests.simulated.overlap import WIDTH, Layers
-from tests.support.models import on_device
+from tests.simulated.overlap import WIDTH
+from tests.support.models import Linears, on_device
 from tests.support.ranks import run_ranks
 from tests.support.streams import plan_of, stream_of
 from tests.support.zenflow import make_engine, zenflow_config
@@ -29,7 +29,7 @@ def first_copy_and_last_gather(config: dict[str, Any]) -> tuple[float, float]:
     """When the gradients of a step begin to leave the device, and when its last collective ends."""
     from tests.support.simulated_accelerator import simulation
 
-    engine = make_engine(config, model=partial(Layers, 8))
+    engine = make_engine(config, model=partial(Linears, 8, WIDTH))
     rows = on_device(torch.randn(4, WIDTH).bfloat16())
     for _ in range(3):
         engine.backward(engine(rows))
