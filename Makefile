@@ -52,7 +52,7 @@ DEEPSPEED_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test
 HF ?= transformers accelerate
 PYTHON_TESTS := tests/manual/test_config_reference.py tests/harness/test_support.py $(addprefix tests/unit/,\
 	adapter/test_contract.py adapter/test_enable.py checkpoint/test_folder.py zenflow/test_variants.py \
-	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/test_layout.py \
+	checkpoint/test_skeleton.py checkpoint/test_layout.py \
 	commands/test_doctor.py commands/test_run.py config \
 	$(addprefix cores/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
 	gather/test_failure.py gather/test_plan.py integrations runtime \

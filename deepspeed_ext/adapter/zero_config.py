@@ -256,8 +256,8 @@ class Config(DeepSpeedConfig):
             super()._do_error_check()
 
     def settle(self) -> list[str]:
-        """Turn on the CPU offload of the optimizer that ``zenflow`` implies, and turn off what it
-        replaces; return the keys of `REPLACED` that the user turned on.
+        """Turn on the CPU offload that ``zenflow`` implies, take torch's Adam unless the config
+        forbids it, and turn off what ours replaces; return the keys of `REPLACED` that were on.
 
         An engine that uses the section calls this before DeepSpeed reads the config.
         """
@@ -280,9 +280,9 @@ class Config(DeepSpeedConfig):
         implied = offload.model_copy(update={"device": OffloadDeviceEnum.cpu, "pin_memory": pins})
         changes = {"offload_optimizer": implied, "zenflow": zenflow}
         self.zero_config = zero.model_copy(update=changes)
-        self.zero_force_ds_cpu_optimizer = False
-        is_rounded = not zenflow.keeps_exact_moments
-        return [name for name in found if not (is_rounded and name == _BF16_STATES)]
+        if "zero_force_ds_cpu_optimizer" not in self._param_dict:
+            self.zero_force_ds_cpu_optimizer = False
+        return [name for name in found if zenflow.keeps_exact_moments or name != _BF16_STATES]
 
 
 def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:

@@ -10,7 +10,6 @@ save and a load in a new engine in its middle, to the same bits. `make fuzz` dra
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,6 @@ from unittest.mock import patch
 
 from tests.fuzz.programs import Program
 
-SIDES = {"offload": ("exact", "predictive"), "zero": ("zero",)}
 TIMEOUT_SECONDS = 30.0
 NORMS_APART = 2.0**-20
 """ZeRO-Offload adds squares of norms in Python's floats."""
@@ -110,31 +108,22 @@ class Norms:
 
 
 def run_side(program: Program, side: str, norms: Norms) -> list[dict[str, Any]]:
-    import shutil
-
-    from deepspeed import comm as dist
-
     import deepspeed_ext
-    from deepspeed_ext.zenflow.plan import chunks
+    from deepspeed_ext.zenflow.plan import places
     from deepspeed_ext.zenflow.step import link
     from tests.fuzz.program_side import trace
+    from tests.support.compare import shared_folder
 
-    folder = [tempfile.mkdtemp(prefix="dsext-usage-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
     config, extended = config_of(program, side)
     deepspeed_ext.enable()  # looks at what is patched below
     deepspeed_ext.disable()
-    try:
-        with (
-            patch.object(link, "library_path", lambda: None),
-            patch.object(chunks, "CHUNK_NUMEL", 64),
-            norms.noted(),
-        ):
-            return trace(program, config, extended, folder[0], norms.at)
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder[0], ignore_errors=True)
+    with (
+        shared_folder() as folder,
+        patch.object(link, "library_path", lambda: None),
+        patch.object(places, "CHUNK_NUMEL", 64),
+        norms.noted(),
+    ):
+        return trace(program, config, extended, folder, norms.at)
 
 
 def check(program: Program) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.perf import cpu_parts, report, suite
+from tests.perf import cpu_parts, report, sides, suite
+from tests.perf.bench_convergence import changed_by_initialize
 from tests.perf.part import Part
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -92,3 +94,9 @@ def test_the_parts_fit_into_half_an_hour() -> None:
     parts = cpu_parts.parts()
     assert sum(part.usual for part in parts) < 30 * 60
     assert all(part.limit > part.usual for part in parts)
+
+
+def test_initialize_changes_no_weight() -> None:
+    assert run_ranks(1, changed_by_initialize, sides.PREDICTIVE, 2) == [0]
+    upstream = run_ranks(1, changed_by_initialize, sides.UPSTREAM_SEQUENTIAL, 2)
+    assert upstream != [0], "upstream has been mended: say so in docs/design/upstream.md"

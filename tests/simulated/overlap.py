@@ -18,10 +18,9 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks
-from tests.support.models import on_device
+from deepspeed_ext.zenflow.plan import places
+from tests.support.models import Linears, on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
@@ -94,17 +93,6 @@ class Steps:
     after_us: float
 
 
-class Layers(nn.Module):
-    """Equal layers; nothing in a step reads a value on the host."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.layers(rows).float().square().mean()
-
-
 def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
     """Some steps on this rank for each share of a step that copies each way and the worker's pass
     take. The first are calibrated without both."""
@@ -122,10 +110,10 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             "network_gb_per_s": 1e6,
         }
         with (
-            patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
+            patch.object(places, "CHUNK_NUMEL", numel // way.chunks),
             worker_time(ns_per_element),
         ):
-            engine = make_engine(way.config(), model=partial(Layers, way.layers))
+            engine = make_engine(way.config(), model=partial(Linears, way.layers, WIDTH))
             steps(engine, WARM_UP_STEPS - SETTLING_STEPS)
             with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
                 begun = moment()

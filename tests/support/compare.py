@@ -11,7 +11,8 @@ import copy
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 import deepspeed_ext
 from tests.support.same import assert_same
 
-__all__ = ["Record", "allow_fp16", "base_config", "compare_with_upstream", "train"]
+__all__ = ["Record", "allow_fp16", "base_config", "compare_with_upstream", "shared_folder", "train"]
 
 
 @dataclass
@@ -109,20 +110,26 @@ def _state(engine: Any, when: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _checkpoint(engine: Any) -> dict[str, torch.Tensor]:
-    """All tensors in all files of a checkpoint, by file and path; rank 0 picks a folder that every
-    rank sees."""
-    folder = [tempfile.mkdtemp(prefix="dsext-checkpoint-") if dist.get_rank() == 0 else ""]
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder of all ranks, which is removed."""
+    folder = [tempfile.mkdtemp(prefix="dsext-shared-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
-    engine.save_checkpoint(folder[0], tag="saved")
-    dist.barrier()
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(folder[0], "saved").glob("*.pt")):
-        content = torch.load(path, map_location="cpu", weights_only=False)
-        found |= {f"checkpoint {path.name} {where}": tensor for where, tensor in _tensors(content)}
+    yield folder[0]
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
+
+
+def _checkpoint(engine: Any) -> dict[str, torch.Tensor]:
+    """All tensors in all files of a checkpoint, by file and path."""
+    found: dict[str, torch.Tensor] = {}
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder, tag="saved")
+        dist.barrier()
+        for path in sorted(Path(folder, "saved").glob("*.pt")):
+            content = torch.load(path, map_location="cpu", weights_only=False)
+            found |= {f"checkpoint {path.name} {at}": tensor for at, tensor in _tensors(content)}
     return found
 
 

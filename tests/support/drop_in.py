@@ -405,7 +405,7 @@ ROWS = (
         "zero_force_ds_cpu_optimizer",
         True,
         WORKS,
-        "the optimizer process steps",
+        "torch's Adam is refused; without it, taken",
         optimizer="DeepSpeedCPUAdam",
     ),
     # -- compiling ---------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
-from tests.support.compare import Record, base_config, train
+from tests.support.compare import Record, base_config, shared_folder, train
 from tests.support.models import batches
 from tests.support.same import assert_same
 from tests.support.zero3 import ZooModel, gathered, with_leaves
@@ -74,16 +72,12 @@ def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
             [engine(batch.to(device)) for batch in batches(3, dist.get_rank(), seed=1)]
         ).cpu()
     engine.train()
-    folder = [tempfile.mkdtemp(prefix="dsext-16bit-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
-    engine.save_16bit_model(folder[0])
-    dist.barrier()
-    for path in sorted(Path(folder[0]).iterdir()):
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        found |= {f"saved {name}": tensor for name, tensor in saved.items()}
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    with shared_folder() as folder:
+        engine.save_16bit_model(folder)
+        dist.barrier()
+        for path in sorted(Path(folder).iterdir()):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            found |= {f"saved {name}": tensor for name, tensor in saved.items()}
     for batch in batches(2, dist.get_rank(), seed=2):
         engine.backward(engine(batch.to(device)))
         engine.step()

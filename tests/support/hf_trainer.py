@@ -4,12 +4,11 @@ them."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed_ext
 from tests.support.paths import ROOT
+from tests.support.trainers import example
 
 MODEL = ["--dim", "32", "--layers", "2", "--seq-len", "32"]
 SMALL = [*MODEL, "--batch-size", "2", "--grad-accum", "2", "--steps", "6", "--log-every", "1"]
@@ -18,17 +17,9 @@ SMALL = [*MODEL, "--batch-size", "2", "--grad-accum", "2", "--steps", "6", "--lo
 def train(folder: str, *flags: str) -> list[dict[str, float]]:
     """Run the example on this rank, with the extension unless --upstream; returns the Trainer's
     log."""
-    if str(ROOT / "examples") not in sys.path:
-        sys.path.insert(0, str(ROOT / "examples"))
-    import hf_trainer as example
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    args = example.parse_args([*SMALL, "--output", folder, *flags])
-    try:
-        return example.train(args).state.log_history
-    finally:
-        deepspeed_ext.disable()
+    with example("hf_trainer") as module:
+        args = module.parse_args([*SMALL, "--output", folder, *flags])
+        return module.train(args).state.log_history
 
 
 def curve(history: list[dict[str, float]]) -> list[tuple[float, float, float, float]]:

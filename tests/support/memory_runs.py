@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 import tempfile
 import threading
 import weakref
@@ -22,7 +21,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -31,13 +29,13 @@ from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.rules import guard as probe
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.worker.arena import Arena
-from tests.support.compare import base_config
+from tests.support.compare import base_config, shared_folder
 from tests.support.meter import LiveBytes
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
@@ -225,7 +223,7 @@ def measure_state(config: dict[str, Any]) -> Measured:
 def in_proportion() -> AbstractContextManager[Any]:
     """Context in which the chunks that travel beside a step are as small as a part of the model as
     in a large one."""
-    return patch.object(chunks, "CHUNK_NUMEL", 1 << 12)
+    return patch.object(places, "CHUNK_NUMEL", 1 << 12)
 
 
 def _measure(config: dict[str, Any]) -> Measured:
@@ -291,17 +289,6 @@ def _note_state(engine: Any, found: Measured) -> None:
     found.numels = [partition.master.numel() for partition in adam.state.partitions]
     for partition in adam.state.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
-
-
-@contextmanager
-def shared_folder() -> Iterator[str]:
-    """A folder of all ranks, which is removed."""
-    folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
-    yield folder[0]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
 
 
 def _save(engine: Any, folder: str) -> None:

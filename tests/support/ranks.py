@@ -198,6 +198,11 @@ class RankPool:
             )
         return RankOutcome(value=value, error=error)
 
+    def signal_all(self, number: int) -> None:
+        """Send every rank a signal."""
+        for process in self.processes:
+            process.send_signal(number)
+
     def _require(self, outcomes: list[RankOutcome], what: str) -> list[Any]:
         failed = [rank for rank, o in enumerate(outcomes) if o.error or o.exit_code is not None]
         if not failed:
@@ -294,7 +299,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``body(*args, **kwargs)`` on `world_size` ranks and return their values in rank order.
 
-    Calls with another `pool` run in other processes.
+    Calls with another `pool` run in other processes. Between calls the processes are stopped:
+    Gloo has a thread for each group that wakes up a hundred times a second, and the kept ranks of
+    a session have hundreds of groups.
 
     Raises:
         RankError: a rank raised, died or did not finish in time; the message holds its traceback
@@ -305,12 +312,17 @@ def run_ranks(
     key = (world_size, device, pool, forks_workers)
     if key not in _pools:
         _pools[key] = RankPool(world_size, device, forks_workers=forks_workers)
-    outcomes = _pools[key].run(body, args, kwargs, timeout_seconds)
+    chosen = _pools[key]
+    chosen.signal_all(signal.SIGCONT)
+    outcomes = chosen.run(body, args, kwargs, timeout_seconds)
     try:
-        return _pools[key]._require(outcomes, body.__qualname__)
+        values = chosen._require(outcomes, body.__qualname__)
     except RankError:
         del _pools[key]
         raise
+    if device != "accelerator":  # NCCL's watchdog would take the rest for a hang
+        chosen.signal_all(signal.SIGSTOP)
+    return values
 
 
 def run_fresh_ranks(

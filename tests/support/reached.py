@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from deepspeed.utils import (
 from torch import nn
 
 from deepspeed_ext.errors import StateError
+from tests.support.compare import shared_folder
 from tests.support.models import on_device, two_groups
 from tests.support.zenflow import make_engine, partitions_of, zenflow_config
 
@@ -535,10 +534,8 @@ def sequences(config: dict[str, Any], seeds: Sequence[str], length: int) -> list
     failed: list[str] = []
     left = list(seeds)
     while left:
-        folder = [tempfile.mkdtemp(prefix="dsext-reached-")] if dist.get_rank() == 0 else [None]
-        dist.broadcast_object_list(folder, 0)
-        pair = Pair(config, folder[0])
-        try:
+        with shared_folder() as folder:
+            pair = Pair(config, folder)
             while left:
                 found = sequence(pair, left.pop(0), length)
                 anywhere: list[str | None] = [None] * dist.get_world_size()
@@ -546,8 +543,5 @@ def sequences(config: dict[str, Any], seeds: Sequence[str], length: int) -> list
                 if any(anywhere):
                     failed += [text for text in anywhere if text]
                     break
-        finally:
             pair.engine.destroy()
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder[0], ignore_errors=True)
     return failed

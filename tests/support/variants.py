@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from deepspeed import comm as dist
@@ -23,7 +21,6 @@ from deepspeed.utils import (
 )
 
 import deepspeed_ext
-from deepspeed_ext.zenflow.plan import chunks
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
 from tests.support.models import Branches, OddModel, batches, on_device, two_groups
@@ -35,6 +32,7 @@ from tests.support.zenflow import (
     full_masters_of,
     make_engine,
     masters_of,
+    small_chunks,
     train,
     weights_of,
     zenflow_config,
@@ -268,13 +266,6 @@ def engine_of(config: dict[str, Any], variant: Variant) -> Any:
     return engine
 
 
-@contextmanager
-def small_parts() -> Iterator[None]:
-    """Inside, small partitions have several chunks and parts."""
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
-        yield
-
-
 def state_at_end(engine: Any, variant: Variant) -> dict[str, Any]:
     """Weights, p, norm and skipped steps. p without padding, which no checkpoint has."""
     norm, optimizer = engine.get_global_grad_norm(), engine.optimizer
@@ -384,7 +375,7 @@ def trained(
     """
     passes, drawn, losses = config["gradient_accumulation_steps"], random.Random(7), []
     data = [on_device(batch) for batch in batches(STEPS * passes, dist.get_rank())]
-    with small_parts():
+    with small_chunks():
         engine = engine_of(config, variant)
         is_hidden = config["zero_optimization"]["zenflow"].get("hide_transfers")
         if is_hidden and not get_accelerator().is_synchronized_device():

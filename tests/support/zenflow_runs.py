@@ -7,24 +7,14 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from tests.support.models import OddModel, batches, two_groups
+from tests.support.models import OddModel
 from tests.support.zenflow import (
     Outcome,
     distance,
-    make_engine,
     offload_config,
     run,
-    train,
-    weights_of,
     zenflow_config,
 )
-
-
-def initial_weights(stage: int, dtype: torch.dtype) -> dict:
-    engine = make_engine(zenflow_config(stage, dtype))
-    found = weights_of(engine)
-    engine.destroy()
-    return found
 
 
 def with_and_without(config: dict, steps: int, **how: Any) -> tuple[Outcome, Outcome]:
@@ -35,13 +25,9 @@ def with_and_without(config: dict, steps: int, **how: Any) -> tuple[Outcome, Out
 
 def difference(expected: Outcome, actual: Outcome) -> float:
     """`distance` of the two final models."""
-    start = {name: p.detach().bfloat16().float() for name, p in start_model().named_parameters()}
-    return distance(expected.weights, actual.weights, start)
-
-
-def start_model() -> OddModel:
     torch.manual_seed(1234)
-    return OddModel()
+    start = {name: p.detach().bfloat16().float() for name, p in OddModel().named_parameters()}
+    return distance(expected.weights, actual.weights, start)
 
 
 def selective_config(
@@ -53,16 +39,3 @@ def selective_config(
         "select_interval": 4,
     }
     return zenflow_config(stage, dtype, **{**defaults, **zenflow})
-
-
-def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Losses of a run, and its figures and weights."""
-    engine = make_engine(config, groups=two_groups)
-    losses = train(engine, batches(steps, dist.get_rank()))
-    adam = engine.optimizer.host_optimizer
-    found = {
-        "figures": adam.measurements(),
-        "weights": weights_of(engine),
-    }
-    engine.destroy()
-    return losses, found

@@ -8,6 +8,7 @@ every call (1) or at every k-th one (EVERY = k; other ones for each victim). Pri
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import math
 import shutil
@@ -186,6 +187,7 @@ def main() -> None:
     folder, size, every = Path(sys.argv[1]) / "crash", int(sys.argv[2]), int(sys.argv[3])
     wrong: list[dict[str, Any]] = []
     crashes = 0
+    gc.freeze()  # else a collection in each of hundreds of forks copies what was imported
     ways = [(MODES[0], False), (MODES[0], True), (MODES[1], False)]
     for (mode, own_disks), tag, victim in product(ways, ("a", "b"), range(size)):
         crashed, call = True, 1 + victim % every - every

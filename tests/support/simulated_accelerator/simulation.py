@@ -17,7 +17,6 @@ __all__ = [
     "Span",
     "configure",
     "decisions",
-    "exposed_us",
     "found_races",
     "idle_share",
     "recent_tasks",
@@ -116,16 +115,6 @@ def idle_share(spans: Sequence[Span], lane: str = "compute") -> float:
     `lane`."""
     begin, end = min(span.begin_us for span in spans), max(span.end_us for span in spans)
     return 1 - sum(until - since for since, until in _busy(spans, {lane})) / (end - begin)
-
-
-def exposed_us(spans: Sequence[Span], lanes: Collection[str] = ("copy down", "copy up")) -> float:
-    """Return for how long something ran on `lanes` while nothing was computed."""
-    computing = _busy(spans, {"compute"})
-    exposed = 0.0
-    for begin, end in _busy(spans, lanes):
-        exposed += end - begin
-        exposed -= sum(max(0.0, min(end, until) - max(begin, since)) for since, until in computing)
-    return exposed
 
 
 def _busy(spans: Sequence[Span], lanes: Collection[str]) -> list[tuple[float, float]]:

@@ -25,7 +25,6 @@ from deepspeed_ext.runtime import files as _files
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
 
-STATE = "mp_rank_00_model_states.pt"
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 
 

@@ -166,18 +166,12 @@ CASES = [(stage, accumulation) for stage in (1, 2, 3) for accumulation in (1, 2)
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.full)])
 @pytest.mark.parametrize(("stage", "accumulation"), CASES)
-def test_odd_backward_passes_train_as_plain_autograd_does(stage: int, accumulation: int) -> None:
-    (wrong,) = run_ranks(1, wrong_programs, stage, {}, accumulation, range(6), timeout_seconds=280)
-    assert not wrong
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("stage", "accumulation"), CASES)
-def test_many_odd_backward_passes(stage: int, accumulation: int) -> None:
-    (wrong,) = run_ranks(
-        1, wrong_programs, stage, {}, accumulation, range(6, 200), timeout_seconds=1800
-    )
+def test_odd_backward_passes_train_as_plain_autograd_does(
+    stage: int, accumulation: int, seeds: range
+) -> None:
+    (wrong,) = run_ranks(1, wrong_programs, stage, {}, accumulation, seeds, timeout_seconds=1800)
     assert not wrong
 
 

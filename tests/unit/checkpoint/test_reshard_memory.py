@@ -6,15 +6,16 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed import comm as dist
-from torch import nn
 
 from deepspeed_ext.adapter import saved_checkpoint
+from tests.support.models import Linears
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
@@ -22,19 +23,6 @@ pytestmark = pytest.mark.sampled(3)
 
 WIDTH = 1536
 CHUNK_NUMEL = 1 << 16
-
-
-class Wide(nn.Module):
-    """Two large matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        )
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.layers(rows).float().square().mean()
 
 
 def own_bytes() -> int:
@@ -64,7 +52,7 @@ def peak_bytes() -> Iterator[list[int]]:
 
 
 def save(config: dict[str, Any], folder: str) -> None:
-    engine = make_engine(config, model=Wide)
+    engine = make_engine(config, model=partial(Linears, 2, WIDTH))
     engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))
     engine.step()
     engine.save_checkpoint(folder, tag="t")
@@ -75,7 +63,7 @@ def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
     """Bytes of memory while loading beyond those of before, and bytes of the partitions that were
     filled."""
     saved_checkpoint._CHUNK_NUMEL = CHUNK_NUMEL
-    engine = make_engine(config, model=Wide)
+    engine = make_engine(config, model=partial(Linears, 2, WIDTH))
     # then gradients and the arena are there
     engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))
     engine.step()

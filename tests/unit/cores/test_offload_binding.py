@@ -27,7 +27,6 @@ CPUS = sorted(os.sched_getaffinity(0))
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 

@@ -19,19 +19,18 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
-from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Stream
-from deepspeed_ext.zenflow.worker.kernel import Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches, on_device
 from tests.support.optimizer_process import gone
 from tests.support.ranks import run_ranks
 from tests.support.waiting import GENEROUS_SECONDS
-from tests.support.zenflow import RULES, make_engine, run, train, zenflow_config
+from tests.support.zenflow import RULES, make_engine, run, small_chunks, train, zenflow_config
 
 pytestmark = pytest.mark.sampled(8)
 
@@ -104,7 +103,7 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
     found, rank = [], dist.get_rank()
     for state, chunk in cases:
         message, ended = "no error", 0.0
-        with patch.object(chunks, "CHUNK_NUMEL", 512):
+        with small_chunks():
             engine = make_engine(config)
             link = engine.optimizer.host_optimizer.link
             is_whole = "update_interval" in config["zero_optimization"]["zenflow"]

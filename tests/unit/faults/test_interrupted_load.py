@@ -135,26 +135,19 @@ CASES = [
 
 
 @pytest.mark.sampled(5)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(11, 4), *(pytest.param(seed, 100, marks=pytest.mark.full) for seed in range(2))],
+)
 @pytest.mark.parametrize(("stage", "saved", "rule"), CASES)
 def test_a_load_is_whole_or_the_engine_asks_for_another(
-    stage: int, saved: int, rule: str, tmp_path: Path
+    stage: int, saved: int, rule: str, seed: int, count: int, tmp_path: Path
 ) -> None:
     """The run goes on bitwise as if it had not loaded, or had loaded undisturbed; or the next call
     raises StateError, nothing can be saved, and after another load the run goes on as if that had
     been the only one."""
-    arguments = (config_of(stage, rule), config_of(saved, rule), 11, 4, str(tmp_path))
-    ((wrong, lines, tally),) = run_ranks(1, outcomes, *arguments, timeout_seconds=280)
+    arguments = (config_of(stage, rule), config_of(saved, rule), seed, count, str(tmp_path))
+    ((wrong, lines, tally),) = run_ranks(1, outcomes, *arguments, timeout_seconds=1800)
     assert not wrong, f"of {lines} lines: {wrong}"
     assert tally["loaded again"] > 0, tally
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("stage", "saved", "rule"), CASES)
-def test_a_load_is_whole_at_many_lines(
-    stage: int, saved: int, rule: str, seed: int, tmp_path: Path
-) -> None:
-    arguments = (config_of(stage, rule), config_of(saved, rule), seed, 100, str(tmp_path))
-    ((wrong, lines, _),) = run_ranks(1, outcomes, *arguments, timeout_seconds=1800)
-    assert not wrong, f"of {lines} lines: {wrong}"

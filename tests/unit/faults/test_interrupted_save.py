@@ -116,13 +116,9 @@ def look(folder: Path, draw: random.Random, count: int | None) -> None:
     assert len(told) < ended / 3, "an interrupted save is usually completed"
 
 
-def test_a_wait_that_is_interrupted_loses_no_save(tmp_path: Path) -> None:
-    look(tmp_path, random.Random(5), 4)
-
-
-@pytest.mark.full
-def test_a_wait_that_is_interrupted_at_any_line_loses_no_save(tmp_path: Path) -> None:
-    look(tmp_path, random.Random(6), None)
+@pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.full, id="any line")])
+def test_a_wait_that_is_interrupted_loses_no_save(count: int | None, tmp_path: Path) -> None:
+    look(tmp_path, random.Random(5), count)
 
 
 def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path) -> None:

@@ -131,27 +131,26 @@ CASES = [(stage, rule) for rule in RULES for stage in (1, 2, 3)]
 
 
 @pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    ("dtype", "seed", "count"),
+    [
+        (torch.bfloat16, 11, 3),
+        *(
+            pytest.param(dtype, seed, 100, marks=pytest.mark.full)
+            for dtype in (torch.bfloat16, torch.float16)
+            for seed in range(4)
+        ),
+    ],
+)
 @pytest.mark.parametrize(("stage", "rule"), CASES)
-def test_a_step_is_taken_as_a_whole_or_the_engine_says_why_not(stage: int, rule: str) -> None:
+def test_a_step_is_taken_as_a_whole_or_the_engine_says_why_not(
+    stage: int, rule: str, dtype: torch.dtype, seed: int, count: int
+) -> None:
     """Weights, masters, losses, counters and the learning rate of later steps are bitwise those of
     a run in which the script had not called `step`, or had called it undisturbed; or the next call
     raises StateError with the cause."""
     ((wrong, lines, tally),) = run_ranks(
-        1, outcomes, config_of(stage, rule), list(STRIKES), 11, 3, timeout_seconds=280
+        1, outcomes, config_of(stage, rule, dtype), list(STRIKES), seed, count, timeout_seconds=900
     )
     assert not wrong, f"of {lines} lines: {wrong}"
     assert tally["refused"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("stage", "rule"), CASES)
-def test_a_step_is_taken_as_a_whole_at_many_lines(
-    stage: int, rule: str, dtype: torch.dtype, seed: int
-) -> None:
-    config = config_of(stage, rule, dtype)
-    ((wrong, lines, _),) = run_ranks(
-        1, outcomes, config, list(STRIKES), seed, 100, timeout_seconds=900
-    )
-    assert not wrong, f"of {lines} lines: {wrong}"

@@ -26,7 +26,6 @@ from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.times import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.first_steps import FirstSteps
 from deepspeed_ext.zenflow.step.link import WorkerLink
@@ -37,7 +36,7 @@ from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
 from tests.support.waiting import GENEROUS_SECONDS, wait_until
-from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.support.zenflow import make_engine, small_chunks, train, zenflow_config
 
 GROUP_TIMEOUT_SECONDS = 20.0
 FAILED = 3
@@ -147,12 +146,6 @@ def config_of(phase: Phase, way: str, stage: int) -> dict[str, Any]:
 def data_of(config: dict[str, Any]) -> Any:
     is_measured = "full_warm_up_rounds" in config["zero_optimization"]["zenflow"]
     return batches(GOOD + MORE + 2 * MEASURED_STEPS * is_measured, dist.get_rank())
-
-
-@contextmanager
-def small_chunks() -> Iterator[None]:
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
-        yield
 
 
 def dies_in(config: dict[str, Any], name: str, victim: int, folder: str) -> None:

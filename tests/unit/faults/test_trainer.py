@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from deepspeed import comm as dist
 from torch.utils.data import DataLoader
 
 from tests.support.models import batches
 from tests.support.optimizer_process import gone
-from tests.support.ranks import is_simulated, nursery, run_fresh_ranks, run_ranks
+from tests.support.ranks import is_simulated, nursery, run_ranks
 from tests.support.same import first_difference
-from tests.support.waiting import GENEROUS_SECONDS, wait_until
+from tests.support.waiting import wait_until
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
 pytestmark = [pytest.mark.sampled(4), pytest.mark.usefixtures("started_workers")]
@@ -185,44 +183,6 @@ def test_the_worker_ends_with_the_script(start: Callable[[str], Script], end: st
     worker = script.worker
     assert script.end()[0] == 0
     assert gone(worker)
-
-
-def lose_a_rank(config: dict) -> dict[str, Any]:
-    """Rank 1 is killed in the middle of training; what does rank 0 see?"""
-    rank = dist.get_rank()
-    engine = make_engine(config)
-    train(engine, batches(3, rank))
-    workers = [engine.optimizer.host_optimizer.link.process.pid] * 2
-    dist.all_gather_object(workers, workers[0])
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin, message = time.monotonic(), "no error"
-    try:
-        train(engine, batches(1000, rank))
-    except RuntimeError as error:  # gloo's
-        message = str(error)
-    seconds = time.monotonic() - begin
-    other_gone = gone(workers[1])
-    engine.destroy()
-    return {
-        "message": message,
-        "seconds": seconds,
-        "other gone": other_gone,
-        "own gone": gone(workers[0]),
-    }
-
-
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_the_other_rank_ends_its_worker_after_a_rank_is_killed(stage: int) -> None:
-    survivor, killed = run_fresh_ranks(
-        2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=600
-    )
-    assert killed.exit_code == -signal.SIGKILL
-    assert survivor.error is None
-    assert "Connection" in survivor.value["message"]
-    assert survivor.value["seconds"] < GENEROUS_SECONDS
-    assert survivor.value["other gone"]
-    assert survivor.value["own gone"]
 
 
 def train_with_forked_loader(config: dict) -> dict[str, Any]:

@@ -18,19 +18,18 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.stream import Stream
-from deepspeed_ext.zenflow.worker.kernel import Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.optimizer_process import gone
 from tests.support.ranks import run_ranks
 from tests.support.waiting import GENEROUS_SECONDS
-from tests.support.zenflow import RULES, make_engine, train, zenflow_config
+from tests.support.zenflow import RULES, make_engine, small_chunks, train, zenflow_config
 
 pytestmark = [pytest.mark.sampled(4), pytest.mark.usefixtures("started_workers")]
 
@@ -157,7 +156,7 @@ def lose_in(config: dict[str, Any], phase: str, folder: str) -> dict[str, Any]:
     resume differ from an undisturbed run?"""
     rank = dist.get_rank()
     data, message, before = batches(6, rank), "no error", shared_mappings()
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
+    with small_chunks():
         engine = make_engine(config)
         train(engine, data[:2])
         engine.save_checkpoint(folder, tag="good")

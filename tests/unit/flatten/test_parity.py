@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.adapter.upstream import release
 from tests.support.flatten import STEPS, TIERS, compare_tier
-from tests.support.matrix import cover
+from tests.support.matrix import some
 from tests.support.ranks import run_ranks
 
 SINCE_0_19_7 = ("alignment",) if release() >= (0, 19, 7) else ()
@@ -22,22 +22,10 @@ MATRIX = [
 ]
 
 
-def check(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), some(MATRIX))
+def test_equals_upstream(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
     for tiers, losses in run_ranks(world_size, compare_tier, tier, stage, dtype, way):
         assert tiers == [tier] * (2 if way == "groups" else 1)
         assert len(losses) == STEPS
         assert losses[-1] < losses[0]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), cover(MATRIX))
-def test_equals_upstream(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
-    check(tier, stage, world_size, dtype, way)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), MATRIX)
-def test_equals_upstream_everywhere(
-    tier: str, stage: int, world_size: int, dtype: str, way: str
-) -> None:
-    check(tier, stage, world_size, dtype, way)

@@ -10,21 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
-from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.step import link
+from tests.fuzz.usage import Norms
 from tests.support.compare import allow_fp16
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
@@ -33,6 +29,7 @@ from tests.support.zenflow import (
     full_masters_of,
     make_engine,
     offload_config,
+    small_chunks,
     train,
     weights_of,
     zenflow_config,
@@ -62,35 +59,6 @@ def overflows_in(config: dict[str, Any]) -> bool:
     """In fp16; with fp32 sums in host memory, ZeRO-Offload skips every step after an overflow,
     because NaN stays in them."""
     return config["fp16"]["enabled"] and "data_types" not in config
-
-
-class Norms:
-    """The norm of each step's gradients, as `unscale_and_clip_grads` of DeepSpeed gets it."""
-
-    def __init__(self, instead: Norms | None = None) -> None:
-        self.by_step: dict[int, Any] = {}
-        self.step = 0
-        self._instead = instead
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note the norms, and pass on those of `instead`."""
-        with ExitStack() as stack:
-            for owner in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-                stack.enter_context(
-                    patch.object(owner, "unscale_and_clip_grads", self._around(owner))
-                )
-            yield
-
-    def _around(self, owner: Any) -> Callable[..., None]:
-        method = owner.unscale_and_clip_grads
-
-        def unscale_and_clip_grads(zero: Any, gradients: Any, norm: Any) -> None:
-            self.by_step[self.step] = norm
-            instead = self if self._instead is None else self._instead
-            method(zero, gradients, instead.by_step[self.step])
-
-        return unscale_and_clip_grads
 
 
 class Leaves(OddModel):
@@ -157,8 +125,8 @@ def outcome(
     passes, losses = config["gradient_accumulation_steps"], []
     with norms.noted():
         for number, batch in enumerate(batches(STEPS * passes, dist.get_rank())):
-            norms.step = number // passes
-            overflows = overflows_in(config) and norms.step in OVERFLOWS
+            norms.at(number // passes)
+            overflows = overflows_in(config) and norms.number in OVERFLOWS
             losses += train(engine, [batch], times=math.inf if overflows else 1.0)
     found = {
         "losses": losses,
@@ -175,16 +143,13 @@ def outcome(
 def differs(config: dict[str, Any], *how: str) -> list[Any]:
     """How the two runs differ, by how much their norms do, and how many steps were skipped."""
     norms = Norms()
-    with (
-        patch.object(link, "library_path", lambda: None),
-        patch.object(chunks, "CHUNK_NUMEL", 512),
-    ):
+    with patch.object(link, "library_path", lambda: None), small_chunks():
         ours = outcome(config, norms, *how, extended=True)
     theirs_norms = Norms(norms)
     theirs = outcome(offload_config(config), theirs_norms, *how, extended=False)
     apart = max(
-        abs(float(norms.by_step[step]) / float(norm) - 1.0)
-        for step, norm in theirs_norms.by_step.items()
+        abs(float(norms.found[step]) / float(norm) - 1.0)
+        for step, norm in theirs_norms.found.items()
     )
     return [first_difference(theirs, ours), apart, theirs["skipped"]]
 

@@ -12,7 +12,6 @@ from deepspeed import comm as dist
 from tests.support.models import batches, two_groups
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
-from tests.support.resident import resident_bytes
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 
@@ -24,8 +23,6 @@ def measured_run(config: dict) -> dict[str, Any]:
     found = {
         "losses": losses,
         "figures": engine.optimizer.measurements(),
-        "bytes_a_parameter": resident_bytes(adam.link.arena)
-        / sum(p.master.numel() for p in adam.state.partitions),
     }
     engine.destroy()
     return found

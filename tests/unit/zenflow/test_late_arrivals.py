@@ -15,10 +15,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.transfers.stream import Stream
-from tests.support.late_weights import exact_config, small_chunks
 from tests.support.models import Branches, batches, on_device
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import make_engine, train
+from tests.support.zenflow import make_engine, small_chunks, train, zenflow_config
 
 pytestmark = pytest.mark.sampled()
 
@@ -68,13 +67,13 @@ def persistent_after_steps(config: dict[str, Any]) -> list[tuple[bool, bool]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_persistent_parameters_are_whole_when_a_step_returns(ranks: int) -> None:
-    for found in run_ranks(ranks, persistent_after_steps, exact_config(3)):
+    for found in run_ranks(ranks, persistent_after_steps, zenflow_config(3, update_rule="exact")):
         assert len(found) > 3
         assert all(whole and same for whole, same in found)
 
 
 def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
-    config = exact_config(3)
+    config = zenflow_config(3, update_rule="exact")
     config["zero_optimization"] |= {"sub_group_size": 250, "stage3_param_persistence_threshold": 0}
     ((*found, left),) = run_ranks(1, arrivals, config, pool="exact True")
     assert left == 0
@@ -97,7 +96,7 @@ def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
 def test_they_arrive_in_the_step_at_other_stages_and_if_the_config_says_so(
     stage: int, section: dict[str, Any]
 ) -> None:
-    config = exact_config(stage, **section)
+    config = zenflow_config(stage, update_rule="exact", **section)
     assert run_ranks(1, left_behind, config, pool=f"exact {stage == 3}") == [0]
 
 
@@ -140,7 +139,7 @@ class Backwards(torch.nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: str) -> None:
-    config = exact_config(3)
+    config = zenflow_config(3, update_rule="exact")
     config["zero_optimization"] |= {
         "stage3_prefetch_bucket_size": 0,
         "sub_group_size": 250,
@@ -159,7 +158,7 @@ def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: 
 
 def nothing_persists() -> dict[str, Any]:
     """A step waits for nothing: all parameters are gathered in the forward."""
-    config = exact_config(3)
+    config = zenflow_config(3, update_rule="exact")
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return config
 

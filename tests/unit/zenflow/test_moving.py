@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import comm as dist
-from torch import nn
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.zenflow import start
 from deepspeed_ext.zenflow.plan.times import WATCHED_STEPS, MeasuredStep, with_host_share
 from deepspeed_ext.zenflow.step.first_steps import move
@@ -23,12 +24,11 @@ from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.moments import ShownMoments
 from tests.support.log import heard
-from tests.support.models import batches, two_groups
+from tests.support.models import Linears, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.waiting import wait_until
@@ -319,17 +319,6 @@ def test_a_kill_in_any_phase_of_a_move_is_one_error_and_the_last_save_goes_on(
 # -- nothing left ---------------------------------------------------------------------------------
 
 
-class Blocks(nn.Module):
-    """A model that is whole blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.layers(rows).float().square().mean()
-
-
 def without_host(stage: int) -> list[list[float]]:
     """Losses of a run that begins with everything on the accelerator, and of one that moves it
     there before its last overlapped steps."""
@@ -337,7 +326,7 @@ def without_host(stage: int) -> list[list[float]]:
     data = [torch.randn(4, 64, generator=torch.Generator().manual_seed(7)).bfloat16()] * 8
     for ratio in (0.0, 1.0):
         config = config_of(stage, ratio, full_warm_up_rounds=3)
-        engine = make_engine(config, model=Blocks)
+        engine = make_engine(config, model=partial(Linears, 2, 64))
         host = engine.optimizer.host_optimizer
         losses = train(engine, data[:2])
         if ratio:

@@ -1,5 +1,6 @@
 """What ZenFlow is not built for is refused at `initialize`, by name."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,14 +21,13 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),
-    'state_dtype = "bfloat16" with update_rule = "selective"': (
-        2,
-        {"zenflow": {"topk_ratio": 0.1, "state_dtype": "bfloat16"}},
-    ),
-    'state_dtype = "int8" with update_rule = "selective"': (
-        2,
-        {"zenflow": {"topk_ratio": 0.1, "state_dtype": "int8"}},
-    ),
+    **{
+        f'state_dtype = "{dtype}" with update_rule = "selective"': (
+            2,
+            {"zenflow": {"topk_ratio": 0.1, "state_dtype": dtype}},
+        )
+        for dtype in ("bfloat16", "int8")
+    },
     "block_size above 256": (2, {"zenflow": {"state_dtype": "int8", "block_size": 257}}),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
 }
@@ -57,21 +57,24 @@ def test_settings_of_other_sections_are_refused(named: str, stage: int) -> None:
     assert named in run_ranks(1, refusal, config)[0]
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)
-
-
-@pytest.mark.parametrize("how", [{}, {"optimizer": sgd}], ids=["config", "object"])
+@pytest.mark.parametrize("how", [{}, {"optimizer": torch.optim.SGD}], ids=["config", "object"])
 def test_our_reason_comes_before_deepspeeds_advice(how: dict[str, Any]) -> None:
     """Which is to set zero_allow_untested_optimizer."""
-    config = zenflow_config(2) | {"zero_allow_untested_optimizer": False}
-    if not how:
-        config["optimizer"] = {"type": "SGD", "params": {"lr": 1e-3}}
+    config = zenflow_config(2) | ELSEWHERE["SGD"] | {"zero_allow_untested_optimizer": False}
     assert "works with Adam, AdamW and Lion" in run_ranks(1, refusal, config, **how)[0]
 
 
-def amsgrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, amsgrad=True)
+FORCED = "zero_force_ds_cpu_optimizer"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("written", [{}, {FORCED: False}, {FORCED: True}], ids=str)
+def test_torchs_adam_is_refused_only_on_request(stage: int, written: dict[str, bool]) -> None:
+    """By DeepSpeed, whose default it is, and only of an optimizer that the user passes."""
+    config = {k: v for k, v in zenflow_config(stage).items() if k != FORCED} | written
+    passed = run_ranks(1, refusal, config, optimizer=torch.optim.Adam)[0]
+    assert (FORCED if written.get(FORCED) else "accepted") in passed
+    assert run_ranks(1, refusal, config) == ["accepted"]  # it has "torch_adam": true
 
 
 class Renamed(torch.optim.AdamW):
@@ -93,13 +96,10 @@ def test_a_subclass_that_steps_like_adam_is_one(kind: Any) -> None:
     assert found == [kind is not torch.optim.Adam] * 2
 
 
-VARIANTS = [
-    (amsgrad, "amsgrad"),
-    (Cautious, "its own step()"),
-]
-
-
-@pytest.mark.parametrize(("optimizer", "named"), VARIANTS)
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [(partial(torch.optim.AdamW, amsgrad=True), "amsgrad"), (Cautious, "its own step()")],
+)
 def test_variants_of_adam(optimizer: Any, named: str) -> None:
     config = zenflow_config(2) | {"zero_allow_untested_optimizer": True}
     assert named in run_ranks(1, refusal, config, optimizer=optimizer)[0]

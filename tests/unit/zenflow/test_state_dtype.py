@@ -52,32 +52,6 @@ def test_moments_take_less_memory(stage: int) -> None:
     assert 6.0 + 2 / 32 <= nbytes < 6.0 + 2.1 / 32
 
 
-BLOCK = 32
-PAGE = 4096
-
-
-def bytes_of_arena(config: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes of the arena's touched pages after some steps, its number of arrays, and elements of
-    the partitions."""
-    engine = make_engine(config)
-    train(engine, batches(4, dist.get_rank()))
-    adam = engine.optimizer.host_optimizer
-    adam.state.drain()
-    found = resident_bytes(adam.link.arena), len(adam.link.arena.layout.arrays)
-    numel = sum(partition.master.numel() for partition in adam.state.partitions)
-    engine.destroy()
-    return *found, numel
-
-
-@pytest.mark.parametrize("hidden", [False, True], ids=["inside", "beside"])
-def test_a_run_holds_these_host_bytes_per_parameter(hidden: bool) -> None:
-    """p, m, v, the gradient and block means."""
-    expected = 12 + 2 + 4 / BLOCK
-    config = zenflow_config(2, hide_transfers=hidden, block_size=BLOCK)
-    [(found, arrays, numel)] = run_ranks(1, bytes_of_arena, config, device="sim")
-    assert 0 <= found - int(numel * expected) <= arrays * PAGE
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeeds_own_setting_asks_for_it(stage: int) -> None:
     theirs = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}

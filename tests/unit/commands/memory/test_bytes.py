@@ -15,7 +15,6 @@ from deepspeed_ext.zenflow.plan.held import Held, Memory, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from tests.support.memory_plans import DTYPES, PARAMS, planned, setups
 
-GIB = 1 << 30
 PAGE = 4096
 
 

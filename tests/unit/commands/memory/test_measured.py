@@ -33,7 +33,6 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.sampled(8)
 
 STAGES = (1, 2, 3)
-ZENFLOW = [way for way in WAYS if "zenflow" in WAYS[way]]
 ON_HOST = [way for way in WAYS if "offload_param" in way]
 EARLY = [way for way in WAYS if "gradients_on_host" in way]
 TOLERANCE = 0.02

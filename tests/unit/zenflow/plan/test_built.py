@@ -8,18 +8,17 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, y_replaces_gradient
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import make_engine, zenflow_config
+from tests.support.zenflow import make_engine, small_chunks, zenflow_config
 
 ON_HOST = {"device": "cpu"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -41,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     """This rank's plan, and how what was built differs from it."""
-    with patch.object(chunks, "CHUNK_NUMEL", 512):
+    with small_chunks():
         engine = make_engine(config, groups=two_groups)
     adam = engine.optimizer.host_optimizer
     plan, arena, transfers = adam.decided, adam.link.arena, adam.link.stream
@@ -63,7 +62,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         equal_items = y_replaces_gradient(plan)
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(
-            ("slots", bool(plan.slot_numel) * chunks.SLOTS_OF_CHUNKS, len(transfers._slots))
+            ("slots", bool(plan.slot_numel) * places.SLOTS_OF_CHUNKS, len(transfers._slots))
         )
     parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(values.nbytes for part in parts for values, _ in part)
@@ -91,7 +90,7 @@ def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, d
     assert differences == []
     if device == "sim":
         numels = tuple(Run(each.numel) for each in plan.partitions)
-        with tempfile.TemporaryDirectory() as folder, patch.object(chunks, "CHUNK_NUMEL", 512):
+        with tempfile.TemporaryDirectory() as folder, small_chunks():
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config))
             setup, *_ = read_config(str(path), 1)

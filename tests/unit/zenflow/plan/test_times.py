@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
-from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import Wait
+from deepspeed_ext.zenflow.plan.places import MOST_CHUNKS, Wait
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.times import (
     UNITS,
@@ -40,7 +39,6 @@ from tests.support.planned import decided
 from tests.support.schedules import Machine, exact
 
 GIB = 1 << 30
-RATIO = "offload_optimizer.ratio"
 many = settings(deadline=None, derandomize=True, database=None)
 numbers = st.lists(st.integers(0, 1_000_000), min_size=1, max_size=3)
 shares = st.floats(0.0, 1.0)
