@@ -16,7 +16,6 @@ import sys
 import time
 
 from tests.simulated.cases import CASES, check, seeded
-from tests.support.ranks import fork_workers
 
 MOST_FAILURES = 10
 
@@ -30,7 +29,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only cases whose names contain this")
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only in str(case)]
-    fork_workers()
     begin, failures = time.monotonic(), 0
     for case in cases:
         check(case, "held")

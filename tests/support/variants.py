@@ -191,7 +191,7 @@ VARIANTS: dict[str, Variant] = {
     "hidden copies, selective": Variant(
         RULES["selective"] | {"hide_transfers": True}, like={"hide_transfers": False}, device="sim"
     ),
-    "gradients on the host": _on_host(),
+    "gradients on the host": _varied(_on_host(), ranks=(1, 2, 3), accumulations=(1, 4)),
     "gradients on the host, CPU": _varied(_on_host(), device="cpu"),
     "gradients on the host, fp16": _varied(_on_host(), dtypes=("fp16",)),
     "gradients on the host, without overlap": _on_host(overlap_step=False),
@@ -236,7 +236,7 @@ VARIANTS: dict[str, Variant] = {
     "exact, Lion": _varied(_exact(), optimizer="Lion"),
     "exact, unused parameters": _varied(_exact(), model=Branches),
     "exact, copies in the step": _exact(hide_transfers=False),
-    "exact, gradients on the host": _varied(_exact(**ON_HOST), stages=(2, 3)),
+    "exact, gradients on the host": _varied(_exact(**ON_HOST), stages=(2, 3), ranks=(1, 2, 3)),
     "exact, gradients on the host, round robin": _varied(
         _exact(**ON_HOST), stages=(2,), zero={"round_robin_gradients": True}
     ),

@@ -213,8 +213,7 @@ def _fit(question: Question, setup: Setup) -> Fit:
     assert section is not None
     if total is not None:
         lanes = lanes_on(whole.plan)
-        slower_way = max(lanes.down, lanes.up)
-        times = ChainTimes(question.compute, lanes.host, slower_way, _CONTENTION)
+        times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
         reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
         room = total - reserve - whole.needed[Place.ACCELERATOR]
         share, _ = chosen_share(now, [(times, least_units(now, room))])
@@ -338,7 +337,7 @@ def as_text(found: Sequence[Fit], notes: Sequence[str], *, all_ways: bool) -> st
     question = found[0].question
     model, machine = question.model, question.machine
     shown = list(found) if all_ways or len(found) == 1 else best_of_kinds(found)
-    width = max(len(_row_name(fit)) for fit in shown)
+    width = max(len(fit.name) for fit in shown) - len("stage ")
     recomputed = "recomputed" if question.recomputed else "kept"
     loss = "a fused loss (use_liger_kernel)" if question.fused_loss else "all logits at once"
     kept = [size // GIB for size in (GPU_RESERVE, HOST_RESERVE, RANK_RESERVE)]
@@ -427,12 +426,8 @@ def _line(fit: Fit, width: int) -> str:
     cells = [*needed, f"{fit.seconds:,.2f}", f"{fit.waits:,.2f}" if fit.waits else "-"]
     verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
     verdict = f"no: {_missing(fit)}" if fit.short else verdict
-    row = f"{_row_name(fit):<{width}}{''.join(f'{cell:>12}' for cell in cells)}   {verdict}"
-    return row.rstrip()
-
-
-def _row_name(fit: Fit) -> str:
-    return fit.name.removeprefix("stage ")
+    name = fit.name.removeprefix("stage ")
+    return f"{name:<{width}}{''.join(f'{cell:>12}' for cell in cells)}   {verdict}".rstrip()
 
 
 def _missing(fit: Fit) -> str:

@@ -167,7 +167,7 @@ class WorkerLink:
         self._end_copies.detach()
         self.page_locks.unlock()
         layout = self.arena.layout.relaid(plan.arena)
-        self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
+        self.process.submit([ArenaRelay(layout)])
         self.arena.relay(layout)
         self._carry(plan, buffers)
 

@@ -458,8 +458,6 @@ class Stream:
             with self._waiting.measured():
                 get_accelerator().current_stream().wait_stream(self._up)
             means = self._buffers[index].means
-        elif self._lifts:
-            self._reader = get_accelerator().current_stream()
         assert means is not None, "only rules with block means read them"
         return means
 

@@ -34,28 +34,6 @@ def goes_to_host(engine: Any) -> bool:
     return engine.optimizer._host_gradients is not None
 
 
-# -- sums ------------------------------------------------------------------------------------------
-
-
-def losses_of(config: dict[str, Any]) -> list[float]:
-    engine = make_engine(config)
-    losses = train(engine, batches(8, dist.get_rank()))
-    engine.destroy()
-    return losses
-
-
-@pytest.mark.parametrize("rule", ["predictive", "exact"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sums_in_bf16_equal_those_on_the_accelerator(stage: int, rule: str) -> None:
-    """Those in fp32 are handed over as such, as ZeRO-Offload does (test_beside_zero_offload)."""
-    config = zenflow_config(stage, accumulation=2, update_rule=rule)
-    config["data_types"] = {"grad_accum_dtype": "bf16"}
-    here, there = (
-        run_ranks(2, losses_of, placed(config, on_host), device="sim") for on_host in (True, False)
-    )
-    assert here == there
-
-
 @pytest.mark.parametrize(
     ("stage", "zenflow", "zero", "named"),
     [

@@ -85,29 +85,6 @@ def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
         assert during > 0
 
 
-@pytest.mark.parametrize(
-    ("stage", "section"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {"overlap_step": False}),
-    ],
-)
-def test_they_arrive_in_the_step_at_other_stages_and_if_the_config_says_so(
-    stage: int, section: dict[str, Any]
-) -> None:
-    config = zenflow_config(stage, update_rule="exact", **section)
-    assert run_ranks(1, left_behind, config, pool=f"exact {stage == 3}") == [0]
-
-
-def left_behind(config: dict[str, Any]) -> int:
-    engine = make_engine(config)
-    train(engine, batches(2, dist.get_rank()))
-    left = len(engine.optimizer.host_optimizer.link.stream._awaited)
-    engine.destroy()
-    return left
-
-
 def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """The chunks of each step, in the order in which they depart."""
     found: list[list[tuple[int, int]]] = []
