@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.shape import budget
 from tools import reading
 
 
@@ -11,6 +12,7 @@ def test_the_walk_names_what_is_there() -> None:
     text = reading.PAGE.read_text()
     assert reading.written(text) == text, "run `python -m tools.reading`"
     assert len(reading.files(text)) == 10
+    assert budget.classes(reading.files(text)) <= 45
 
 
 def test_what_is_gone_is_an_error() -> None:
