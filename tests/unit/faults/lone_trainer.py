@@ -104,7 +104,10 @@ def main(end: str) -> None:
     )
     if end == "starting":
         announce_at_launch()
-    engine = make_engine(zenflow_config(2, async_save=end.startswith("saving")))
+    config = zenflow_config(2, async_save=end.startswith("saving"))
+    if "on their way" in end:
+        config = zenflow_config(3, update_rule="exact")
+    engine = make_engine(config)
     losses = train(engine, batches(STEPS, 0))
     process = engine.optimizer.host_optimizer.link.process
     if end == "destroy":
