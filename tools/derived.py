@@ -1,5 +1,5 @@
 """Figures of pages that follow from stored measurements: sentences and lines of tables as the rows
-give them, which the pages must have word by word.
+give them (most lines: tools.tables), which the pages must have word by word.
 
     python -m tools.derived     # each with its page, and whether the page has it
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
 
-from tools import stored
+from studies.numerics.analysis import gap_of
+from studies.numerics.rows import Row
+from tools import figures, stored, tables
 from tools.architecture import ROOT
 
 __all__ = ["missing", "said"]
@@ -22,16 +24,8 @@ LAST = 50
 SEEDS = (10, 11, 12)
 
 
-def _rows(name: str, result: str = "") -> list[dict[str, Any]]:
-    content = stored.read(name)
-    found: list[dict[str, Any]] = (
-        content["settings"]["results"][result]["rows"] if result else content["rows"]
-    )
-    return found
-
-
 def _step(name: str, result: str, case: str) -> float:
-    (found,) = (row["mean ms"] for row in _rows(name, result) if row["case"] == case)
+    (found,) = (row["mean ms"] for row in tables.rows(name, result) if row["case"] == case)
     return float(found)
 
 
@@ -96,7 +90,7 @@ def losses() -> Iterator[tuple[str, str]]:
     yield page, f"`{_commit('bytes-5m', ours)}` | {_away('bytes-5m', ours)} | not run"
     ends = {
         (row["variant"], row["seed"]): statistics.mean(row["losses"][-LAST:])
-        for row in _rows("gpu_h200.json", "losses_100m")
+        for row in tables.rows("gpu_h200.json", "losses_100m")
     }
     found = (
         100 * (ends["predictive, interval 1", seed] / ends["AdamW (ZeRO-2)", seed] - 1)
@@ -108,7 +102,7 @@ def losses() -> Iterator[tuple[str, str]]:
     content = stored.read("zenflow_convergence_epyc2core_202611.json")
     for check in content["settings"]["acceptance"]:  # interval 4 is a mode that is gone
         name = check["check"]
-        if not name.startswith("predictive, interval 4") and "initialize" not in name:
+        if not name.startswith("predictive, interval 4"):
             cells = (name, check["must"], check["reached"])
             yield "docs/results/convergence.md", f"| {' | '.join(cells)} |"
 
@@ -119,6 +113,8 @@ def fine_tune() -> Iterator[tuple[str, str]]:
     ends: dict[str, dict[int, float]] = {}
     for row in stored.read("finetune_smollm2.json"):
         ends.setdefault(row["way"], {})[row["seed"]] = row["held_out"][-1]
+    before = {row["held_out"][0] for row in stored.read("finetune_smollm2.json")}
+    yield page, f"| before | {', '.join(f'{loss:.4f}' for loss in sorted(before))} | |"
     below = []
     for way, by_seed in ends.items():
         away = [by_seed[seed] / ends[base][seed] - 1 for seed in sorted(by_seed)]
@@ -136,11 +132,6 @@ def fine_tune() -> Iterator[tuple[str, str]]:
     )
 
 
-def _spread(value: dict[str, float], digits: int = 2) -> str:
-    least, most = (f"{value[key]:.{digits}f}" for key in ("min", "max"))
-    return f"{value['median']:.{digits}f} ({least} to {most})"
-
-
 def passes() -> Iterator[tuple[str, str]]:
     """The worker's pass over torch's fused AdamW, on a quiet Xeon, and kernels beside torch's
     operations."""
@@ -150,10 +141,7 @@ def passes() -> Iterator[tuple[str, str]]:
         subject, _, interval = each["subject"].rpartition(", interval ")
         if each["rival"] == "torch fused AdamW" and subject.startswith("CPU Adam"):
             ratios[interval].append(each["ratio"])
-    for one, four in zip(ratios["1"], ratios["4"], strict=True):
-        yield "docs/results/cpu_adam.md", f"| {_spread(one)} |"
-        yield "docs/results/cpu_adam.md", f"| {_spread(four)} |"
-    rows = _rows(DEFAULT, "kernels")
+    rows = tables.rows(DEFAULT, "kernels")
     kept = ("predict", "share step")
     slower = [row["torch / kernel"] for row in rows if row["kernel"].startswith(kept)]
     yield "docs/results.md", f"between 1/{max(slower):.0f} and 1/{min(slower):.1f} of their time"
@@ -168,10 +156,11 @@ def passes() -> Iterator[tuple[str, str]]:
 def binding() -> Iterator[tuple[str, str]]:
     """Steps by the way in which cores are bound."""
     bound = {}
-    for row in _rows("binding_quiet_xeon2core_202611.json"):
+    for row in tables.rows("binding_quiet_xeon2core_202611.json"):
         if row["part"] in ("offload", "upstream", "ours") and row["way"] != "ours, tuned":
-            cells = f"{_spread(row['step ms'])} | {row['ratio']:.2f} | {row['practicality']:.2f} |"
-            yield "docs/results/core_binding.md", f"| {row['way']} | {cells}"
+            ratios = f"{row['ratio']:.2f} | {row['practicality']:.2f}"
+            line = f"| {row['way']} | {tables.spread(row['step ms'])} | {ratios} |"
+            yield "docs/results/core_binding.md", line
             bound[row["part"], row["way"]] = row["ratio"]
     offload, ours = (bound[part, "ours, all threads"] for part in ("offload", "ours"))
     yield (
@@ -180,10 +169,122 @@ def binding() -> Iterator[tuple[str, str]]:
     )
 
 
-def said() -> Iterator[tuple[str, str]]:
+def shares() -> Iterator[tuple[str, str]]:
+    """Of the optimizer on the GPU, and memory, with the default."""
+    page = "docs/results.md"
+
+    def on_gpu(name: str, result: str, case: str, parameters: float) -> float:
+        (down,) = (row["bytes down"] for row in tables.rows(name, result) if row["case"] == case)
+        return 100 - 50 * float(down) / parameters
+
+    small, large = figures.PARAMETERS["1.5b"], figures.PARAMETERS["7b"]
+    first, second, third = (
+        on_gpu(DEFAULT, result, f"ours, {batch}", small)
+        for result, batch in (
+            *(("default_1x2048", "1x2048"), ("default_1x8192", "1x8192")),
+            ("decoder_step-1-5b-4x8192", "4x8192"),
+        )
+    )
+    assert (first, round(third)) == (100, 0)
+    yield page, f"It chose to step all, {second:.0f} % and none of the optimizer on the GPU"
+    varied = (
+        row["deviation ms"] / row["mean ms"] for row in tables.rows(DEFAULT, "default_1x2048")
+    )
+    yield page, f"bound by launches, and vary by up to {max(varied):.0%}".replace("%", " %")
+    short, long = tables.rows(RIVALS, "7b")
+    memory = f"{short['device GiB']:.1f} and {long['device GiB']:.1f} GiB of the GPU"
+    share = on_gpu(RIVALS, "7b", "ours, stage 3, 1x8192", large)
+    yield page, f"{memory}, {long['host GiB']:.1f} of the host. It stepped {share:.0f} % on the GPU"
+    (row,) = tables.rows(DEFAULT, "7b")
+    yield page, f"ms, {row['device GiB']:.1f} and {row['host GiB']:.1f} GiB. ZeRO-Offload"
+    passes = [
+        28 * small / row["worker ms"] / 1e6
+        for row in tables.rows("gpu.json", "offload_step_1.5b")
+        if row["variant"] == "predictive, interval 1"
+    ]
+    yield page, f"On the H100, 8 cores moved {min(passes):.0f} to {max(passes):.0f} GB/s"
+
+
+def gaps() -> Iterator[tuple[str, str]]:
+    """What intervals, starts and Lion cost, in percent of AdamW's loss."""
+    page, later = "docs/results.md", (10, 11, 12)
+
+    def gap(
+        task: str, rule: str, setting: str = "base", seeds: tuple[int, ...] = (0, 1, 2)
+    ) -> float:
+        found = (gap_of(Row(task, rule, setting, seed)) for seed in seeds)
+        return statistics.mean(each for each in found if each is not None)
+
+    dithered = gap("bytes-1m", "ours-4-dithered", "batch-4x", later)
+    nearest = gap("bytes-1m", "ours-4", "batch-4x")
+    yield page, f"({dithered:+.1f} % with dithered estimates, {nearest:+.1f} % before)"
+    yield page, f"({gap('bytes-5m', 'ours-4'):+.1f} % with the old start)"
+    yield page, f"interval 8 ({gap('bytes-1m', 'ours-8'):+.1f} %)"
+    further = max(
+        gap(*case, seeds=later) - gap(case[0], "ours-1-dithered", case[2], later)
+        for case in (
+            ("reactions", "ours-1-dithered-from-10", "steps-100"),
+            ("bytes-1m", "ours-1-dithered-from-10", "base"),
+            ("bytes-1m", "ours-1-dithered-from-10", "beta2-0.999"),
+            ("bytes-5m", "ours-1-dithered-from-10", "base"),
+        )
+    )
+    yield page, f"at most {further:.1f} points further above AdamW than runs with 40"
+    yield (
+        page,
+        f"interval 1 was {gap('bytes-5m', 'ours-1', seeds=tuple(range(6))):.1f} % above AdamW",
+    )
+    ends = [
+        statistics.mean(row["losses"][250:]) for row in tables.rows("gpu.json", "convergence_100m")
+    ]  # ours, interval 4, AdamW; the second seed: AdamW, ours
+    above = (100 * (ours / adamw - 1) for ours, adamw in ((ends[0], ends[2]), (ends[4], ends[3])))
+    yield page, "{:.1f} and {:.1f} % above it at 99 million".format(*above)
+    lion, signs = gap("bytes-1m", "lion-delay"), gap("bytes-1m", "lion-signs")
+    yield page, f"a plain delay costs {lion:.1f} %, one bit of sign per element {signs:.1f} %"
+
+
+def beginnings() -> Iterator[tuple[str, str]]:
+    """Memory and seconds of starts, gathers and saves."""
+    page, name = "docs/results.md", "startup_gather_xeon2core_202611.json"
+    peaks = {row["variant"]: row["peak / P"]["median"] for row in tables.rows(name, "startup")}
+    comparisons = stored.read(name)["settings"]["results"]["startup"]["comparisons"]
+    slower = [
+        each["ratio"]["median"]
+        for each in comparisons
+        if each["quantity"].startswith("seconds")
+        and each["rival"] == "upstream host path"
+        and each["subject"].endswith(("tier distributed", "tier host"))
+    ]
+    yield (
+        page,
+        f"at most {peaks['accelerator']:.1f} times as much device memory with the tier "
+        f"`accelerator` and in DeepSpeed, {peaks['distributed']:.1f} with `distributed`, "
+        f"{peaks['host']:.1f} with `host`, and the last two {min(slower):.1f} to "
+        f"{max(slower):.1f} times as long",
+    )
+    fetched = {
+        row["variant"]: row["fetch peak / bytes"] for row in tables.rows(name, "gather_large")
+    }
+    ours, theirs = fetched["ours"], fetched["upstream coalesced"]
+    yield page, f"{ours:.3f} of a block's bytes, {theirs:.3f} with DeepSpeed's coalesced path"
+    offload, plain, beside = (row["stood still s"] for row in tables.rows("cpu.json", "save"))
+    yield (
+        page,
+        f"stood still for {plain:.2f} s with 32 million parameters, {beside:.2f} s with "
+        f"`async_save`; with ZeRO-Offload, which does not wait for the disk, {offload:.2f} s",
+    )
+
+
+@cache
+def said() -> tuple[tuple[str, str], ...]:
     """Everything, as page and words."""
-    for part in (speeds, losses, fine_tune, passes, binding):
-        yield from part()
+    measured = (speeds, shares, losses, gaps, fine_tune, passes, binding, beginnings)
+    return tuple(found for part in (*measured, tables.lines) for found in part())
+
+
+def plain(text: str) -> str:
+    """Without bold letters and line breaks."""
+    return " ".join(text.replace("**", "").split())
 
 
 def missing(pages: dict[str, str] | None = None) -> list[tuple[str, str]]:
@@ -195,7 +296,7 @@ def missing(pages: dict[str, str] | None = None) -> list[tuple[str, str]]:
     found = []
     for page, words in said():
         text = (pages or {}).get(page) or (ROOT / page).read_text()
-        if " ".join(words.split()) not in " ".join(text.split()):
+        if plain(words) not in plain(text):
             found.append((page, words))
     return found
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from tools import stored
 from tools.architecture import ROOT
@@ -44,6 +45,8 @@ FIELDS = (
     *("longest step ms", "warm-up ms", "wait ms", "worker ms", "tokens/s"),
     *("device GiB", "host GiB", "page-locked GiB"),
 )
+PARAMETERS = {"1.5b": 1.49722e9, "7b": 6.7384e9}
+WITHOUT_OFFLOAD = ("ZeRO", "ZeRO, no overflow check")
 NOT_MEASURED = {
     "119 GiB": "planned, by ZeRO-Offload's source",
     "126 GiB": "the host's memory",
@@ -70,13 +73,17 @@ class Claim(NamedTuple):
     section: str
 
 
+@cache
 def rows() -> list[Row]:
     """All stored rows of steps."""
     return [
         Row(
             f"{name}: {result}, {row['case']}",
             row.get("made", content.get("provenance", {})).get("commit", ""),
-            tuple(row[field] for field in FIELDS if isinstance(row.get(field), float | int)),
+            (
+                *(row[field] for field in FIELDS if isinstance(row.get(field), float | int)),
+                *_computed(row, content["rows"]),
+            ),
         )
         for name in FILES
         for result, content in stored.read(name)["settings"]["results"].items()
@@ -84,6 +91,19 @@ def rows() -> list[Row]:
         for row in content.get("rows", [])
         if "median ms" in row and "case" in row
     ]
+
+
+def _computed(row: dict[str, Any], beside: list[dict[str, Any]]) -> Iterator[float]:
+    """Percent of a step without kernels, percent of the optimizer on the host, and ZeRO's time
+    over the row's."""
+    if (idle := row.get("idle share, no kernel")) is not None:
+        yield 100 * idle
+    if (down := row.get("bytes down")) is not None:  # 2 bytes of each element
+        yield 50 * down / PARAMETERS[row.get("model", "1.5b")]
+    for other in beside:
+        if other["case"] in (f"{way}, {row['batch']}" for way in WITHOUT_OFFLOAD):
+            time = "mean ms" if "mean ms" in row else "median ms"
+            yield other[time] / row[time]
 
 
 def claims(page: str, text: str | None = None) -> Iterator[Claim]:
@@ -95,7 +115,7 @@ def claims(page: str, text: str | None = None) -> Iterator[Claim]:
             continue
         lines = block.splitlines()
         table = [line for line in lines if line.startswith("|")]
-        yield from (Claim(page, *claim, text) for claim in _of_table(table))
+        yield from (Claim(page, *claim, text) for claim in of_table(table))
         if page in TABLES_ONLY:
             continue
         prose = " ".join(line for line in lines if not line.startswith("|"))
@@ -105,11 +125,12 @@ def claims(page: str, text: str | None = None) -> Iterator[Claim]:
                 yield Claim(page, match[0], _figures(match[0]), text)
 
 
-def _of_table(lines: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def of_table(lines: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if not lines:
         return
     head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     heads = r"\bms\b|GiB|one step|tokens|deviation|median|longest|least|page-locked"
+    heads += "|practicality|speed|no kernel|on the host"
     numbers = [i for i, name in enumerate(head) if re.search(heads, name)]
     for cells in body:
         chosen = [cells[i] for i in numbers]

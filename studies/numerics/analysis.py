@@ -145,7 +145,8 @@ def gap_of(row: Row) -> float | None:
     return 100.0 * (loss - best) / whole
 
 
-def _held_out_gap_of(row: Row) -> float | None:
+def held_out_gap_of(row: Row) -> float | None:
+    """`gap_of`, with the held-out loss."""
     pair = _pair(row)
     if pair is None:
         return None
@@ -176,7 +177,7 @@ def line_of(group: Group, task: str, setting: str, rule: str) -> Line:
     if rule != reference_of(rule):
         gaps = {
             "gap": _sample([*map(gap_of, rows)]),
-            "held_out_gap": _sample([*map(_held_out_gap_of, rows)]),
+            "held_out_gap": _sample([*map(held_out_gap_of, rows)]),
         }
     return Line(
         line.group, task, setting, rule, line.done, line.wanted, line.diverged, **means, **gaps

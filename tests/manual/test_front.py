@@ -10,7 +10,7 @@ import pytest
 from tests.support.page_bodies import refusal_without_extension
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
-from tools import derived, figures, front_tables
+from tools import derived, figures, front_tables, traced
 
 pytestmark = pytest.mark.cpu(reason="it reads pages; the refusal is DeepSpeed's own")
 
@@ -18,35 +18,31 @@ README = (ROOT / "README.md").read_text()
 FRONT = (ROOT / "docs" / "README.md").read_text()
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= 700
-
-
 @pytest.mark.full  # half a minute; test_fits.py computes one row of what fits
 def test_the_tables_are_current() -> None:
     assert front_tables.page() == README, "run `make docs`"
 
 
-def test_the_table_of_steps_is_current() -> None:
+def test_the_readme_is_short_and_its_table_of_steps_current() -> None:
+    assert len(README.split()) <= 700
     assert front_tables.steps_table().rstrip() in README, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", figures.PAGES)
-def test_every_step_that_a_page_shows_was_measured_at_a_commit_that_it_names(page: str) -> None:
-    rows = figures.rows()
-    assert [claim.text for claim in figures.claims(page) if not figures.row_of(claim, rows)] == []
+def test_every_figure_of_readme_and_results_is_traced_or_stands_by_hand() -> None:
+    assert [found for page in traced.pages() for found in traced.untraced(page)] == []
+    assert [*derived.missing(), *figures.without_commit()] == []
 
 
-@pytest.mark.parametrize(("was", "stale"), [("621 ms", "622 ms"), ("`e31b1304`", "`af2c8adf`")])
-def test_a_stale_figure_and_a_wrong_commit_are_noticed(was: str, stale: str) -> None:
-    rows, text = figures.rows(), README.replace(was, stale)
-    assert [c.text for c in figures.claims("README.md", text) if not figures.row_of(c, rows)]
-
-
-def test_ratios_and_losses_follow_from_stored_rows_and_pages_of_results_name_commits() -> None:
-    assert derived.missing() == []
-    assert derived.missing({"README.md": README.replace("1.8 times", "1.9 times")})
-    assert figures.without_commit() == []
+@pytest.mark.parametrize(
+    ("page", "was", "stale"),
+    [
+        ("README.md", "`e31b1304`", "`af2c8adf`"),
+        ("README.md", "1.8 times", "1.9 times"),
+        ("docs/results.md", "for 1.43 s", "for 1.44 s"),
+    ],
+)
+def test_a_stale_figure_and_a_wrong_commit_are_noticed(page: str, was: str, stale: str) -> None:
+    assert traced.untraced(page, (ROOT / page).read_text().replace(was, stale))
 
 
 def test_the_lines_that_switch_it_on_are_the_same_everywhere_and_stock_deepspeed_refuses_them() -> (

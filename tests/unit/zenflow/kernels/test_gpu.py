@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 

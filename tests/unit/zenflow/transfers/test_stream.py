@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.transfers import stream
 from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder
 from deepspeed_ext.zenflow.transfers.courier import Parcel
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stream, "Courier", Courier)
-        monkeypatch.setattr(chunks, "CHUNK_NUMEL", SIZE)
+        monkeypatch.setattr(places, "CHUNK_NUMEL", SIZE)
         self.stream, _, self.weights = stream_of(plan_of(NUMELS, "cpu", block_size=2, peeks=True))
         for number, slot in enumerate(self.stream._slots, 1):
             slot.published.fill_(number)
@@ -198,7 +198,7 @@ class Process:
 def test_a_message_holds_the_tasks_of_one_chunk_of_elements(
     numels: list[int], expected: list[list[tuple[int, Span]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_NUMEL", CHUNK)
+    monkeypatch.setattr(places, "CHUNK_NUMEL", CHUNK)
     process: Any = Process()
     stream, *_ = stream_of(plan_of(numels, "cpu", block_size=2), process)
     stream.expect(range(len(numels)))
