@@ -104,10 +104,7 @@ def main(end: str) -> None:
     )
     if end == "starting":
         announce_at_launch()
-    config = zenflow_config(2, async_save=end.startswith("saving"))
-    if "on their way" in end:
-        config = zenflow_config(3, update_rule="exact")
-    engine = make_engine(config)
+    engine = make_engine(zenflow_config(2, async_save=end.startswith("saving")))
     losses = train(engine, batches(STEPS, 0))
     process = engine.optimizer.host_optimizer.link.process
     if end == "destroy":
