@@ -14,19 +14,6 @@ DeepSpeedExtError
 A message says what was expected, what was found, where (rank, field, parameter) and what to change.
 """
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DeepSpeedExtError",
-    "OutOfMemoryError",
-    "PlanMismatchError",
-    "RankError",
-    "StateError",
-    "UnsupportedError",
-    "UpstreamError",
-    "WorkerError",
-]
-
 
 class DeepSpeedExtError(Exception):
     """Base of every error raised by deepspeed_ext.

@@ -4,6 +4,7 @@ DeepSpeed's optimizers forward."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
     ZeROOptimizer,
+    is_model_parallel_parameter,
     later_groups,
     swapped,
 )
@@ -29,7 +31,7 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
-from deepspeed_ext.zenflow.start import ZenFlowStart, largest_block_apart, mixed, start_optimizer
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 
 _registrations = 0
 """Number of modules and parameters that were registered in any module since it is counted."""
@@ -59,7 +61,7 @@ class ZenFlowParts:
         self.partitions = partitions
         self.host = host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks)
         if start.config.overlapped:
-            _warn_of_mixed_blocks(partitions, host.rule.block_size)
+            _warn_of_shared_blocks(partitions, host.rule.block_size)
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         self.driver = driver = StepDriver(host, partitions, scale)
@@ -210,14 +212,16 @@ def _begin_backward(zero: Any) -> None:
     parts.host.complete_weights()
 
 
-def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:
-    """Warn of replicated parameters that tensor-parallel ranks would predict differently; see
-    `mixed`."""
-    runs_of_all = partitions.runs()
-    if found := [name for runs in runs_of_all for name in mixed(runs, block_size)]:
+def _warn_of_shared_blocks(partitions: ZeroPartitions, block_size: int) -> None:
+    """Warn if tensor-parallel ranks would predict copies of a parameter differently. An element's
+    estimate depends on the mean of v over its block, which is another one on each rank if the block
+    also holds elements of a sharded parameter."""
+    if len({is_model_parallel_parameter(param) for param in partitions.trained()}) < 2:
+        return
+    apart = math.gcd(block_size, *(place.begin for place in partitions.places().values()))
+    if apart < block_size:
         warn_once(
-            f"rank {dist.get_rank()}: {counted(len(found), 'replicated parameter')}, such as one "
-            f"of shape {found[0]}, share a block of zenflow.block_size = {block_size} elements "
-            "with sharded ones, so tensor-parallel ranks may predict different weights for them: "
-            f"set zenflow.block_size = {largest_block_apart(runs_of_all, block_size)}"
+            f"rank {dist.get_rank()}: parameters share a block of zenflow.block_size = "
+            f"{block_size} elements, so tensor-parallel ranks may predict copies of a parameter "
+            f"differently: set zenflow.block_size = {apart}"
         )

@@ -18,14 +18,12 @@ from deepspeed_ext.adapter.gradients import Extent
 from deepspeed_ext.adapter.upstream import (
     Swap,
     gather_stream,
-    is_model_parallel_parameter,
     swapped,
 )
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller, reducing_bytes
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.start import Piece
 from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
 
 
@@ -60,8 +58,8 @@ class ZeroPartitions(ABC):
         """All trained parameters."""
 
     @abstractmethod
-    def runs(self) -> list[list[Piece]]:
-        """The parameters of each partition."""
+    def places(self) -> dict[int, Extent]:
+        """Where each parameter's gradient lies in the slots, by its id."""
 
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:
         """The ranks over which the parameters of a partition are sharded; `ranks` are all
@@ -144,14 +142,6 @@ class GroupPartitions(ZeroPartitions):
     def trained(self) -> Iterator[Any]:
         return (param for group in self._zero.bit16_groups for param in group)
 
-    def runs(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self._masters]
-        for param in (param for group in self._zero.params_in_partition for param in group):
-            index, _, begin, numel = self._zero.grad_position[self._zero.get_param_id(param)]
-            is_copy = not is_model_parallel_parameter(param)
-            found[index].append(Piece(begin, begin + numel, is_copy, str(tuple(param.shape))))
-        return found
-
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:
         group = self._zero.real_dp_process_group[index]
         is_all = group is self._zero.dp_process_group
@@ -171,7 +161,6 @@ class GroupPartitions(ZeroPartitions):
         return all(self._zero.averaged_gradients.get(index) is not None for index in groups)
 
     def places(self) -> dict[int, Extent]:
-        """Where each parameter's gradient lies in the slots, by its id."""
         return {
             number: Extent(index, begin, begin + numel)
             for number, (index, _, begin, numel) in self._zero.grad_position.items()
@@ -207,17 +196,6 @@ class SubGroupPartitions(ZeroPartitions):
     def trained(self) -> Iterator[Any]:
         return (param for group in self._zero.fp16_groups for param in group)
 
-    def runs(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = []
-        for group in self._zero.fp16_groups:
-            found.append([])
-            end = 0
-            for param in group:
-                begin, end = end, end + param.partition_numel()
-                is_copy = not is_model_parallel_parameter(param)
-                found[-1].append(Piece(begin, end, is_copy, str(tuple(param.ds_shape))))
-        return found
-
     def caller(self, ranks: int) -> Caller:
         zero, sizes = self._zero, [param.ds_numel for param in self.trained()]
         place = Place.HOST if zero.offload_param else Place.ACCELERATOR
@@ -241,11 +219,12 @@ class SubGroupPartitions(ZeroPartitions):
         return min(max(param.ds_numel - begin, 0), size)
 
     def places(self) -> dict[int, Extent]:
-        """Where each parameter's gradient lies in the slots, by its id."""
         places = {}
-        for param in self.trained():
-            index, begin, numel = self._zero.grad_position[self._zero.get_param_id(param)]
-            places[param.ds_id] = Extent(index, begin, begin + numel)
+        for index, group in enumerate(self._zero.fp16_groups):
+            end = 0
+            for param in group:
+                begin, end = end, end + param.partition_numel()
+                places[param.ds_id] = Extent(index, begin, end)
         return places
 
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 
 from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PartitionValues, Tensors
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 

@@ -118,12 +118,12 @@ def check_device_kernels() -> Finding:
     import torch
 
     from deepspeed_ext.runtime import backend
-    from deepspeed_ext.zenflow import kernels
+    from deepspeed_ext.zenflow.kernels import launch
 
     accelerator = backend.get_accelerator()
     if accelerator.device_name() == "cpu":
         return "not used: training runs on the CPU", ""
-    reason = kernels.missing(torch.device(accelerator.current_device_name()))
+    reason = launch.missing(torch.device(accelerator.current_device_name()))
     if reason is None:
         return "Triton serves the accelerator", ""
     return (
@@ -143,7 +143,7 @@ def check_compiler() -> Finding:
 
 def check_adam_kernel() -> Finding:
     """Check which of ZenFlow's two kernels the optimizer process runs here."""
-    from deepspeed_ext.zenflow.worker.kernel import library_path
+    from deepspeed_ext.zenflow.worker.kernel.native import library_path
 
     if (library := library_path()) is not None:
         return f"native, {library}", ""

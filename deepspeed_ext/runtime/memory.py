@@ -1,4 +1,5 @@
-"""Measures accelerator memory and allocates buffers on the accelerator and the host.
+"""Measures accelerator memory, allocates buffers on the accelerator and the host, and page-locks
+memory that the accelerator's runtime did not allocate.
 
 Free accelerator memory is what this process can allocate: the device's free memory plus unused
 memory of the caching allocator. It does not come from the management library (NVML), which ignores
@@ -9,15 +10,28 @@ equal share of it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import os
+import resource
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from deepspeed_ext.runtime.backend import get_accelerator, local_world_size, pinned_empty
-from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.backend import (
+    SHARED_MEMORY,
+    can_register_host_memory,
+    get_accelerator,
+    has_host_memory,
+    local_world_size,
+    page_lock_alignment,
+    pinned_empty,
+)
+from deepspeed_ext.runtime.log import one_line, warn_once
 from deepspeed_ext.runtime.proc import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together
 from deepspeed_ext.runtime.timing import in_profile
@@ -175,3 +189,129 @@ def _on_host(tensor: torch.Tensor, pins: bool) -> torch.Tensor:
         return tensor.data.to("cpu")
     copy = host_empty(tensor.numel(), tensor.dtype, pin=True)
     return copy.view(tensor.shape).copy_(tensor.data)
+
+
+# -- page-locked memory of others ------------------------------------------------------------------
+
+_left: list[Any] = []
+"""Objects kept in memory until the process ends."""
+
+
+class PageLocks:
+    """Host memory that this object has page-locked.
+
+    If memory were unmapped while page-locked, later mappings at its address would count as
+    page-locked. So memory that is not passed to `unlock` stays locked and mapped until the process
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._locked: dict[int, torch.Tensor] = {}  # by the address of the first page
+        self._owner_pid = os.getpid()
+        weakref.finalize(self, _leave, self._locked).atexit = False
+
+    def lock(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Page-lock existing host tensors, so that their copies run in parallel with computation.
+        Idempotent.
+
+        If the system refuses (``ulimit -l``), or the accelerator cannot do it, a warning is logged:
+        copies then go through pageable memory, slower and synchronously.
+
+        Args:
+            tensors: must not share a page with other locked memory.
+        """
+        accelerator = get_accelerator()
+        if accelerator.is_synchronized_device():
+            return
+        alignment = page_lock_alignment(accelerator)
+        for tensor in tensors:
+            begin = tensor.data_ptr() // alignment * alignment
+            if tensor.numel() == 0 or begin in self._locked:
+                continue
+            nbytes = tensor.data_ptr() + tensor.nbytes - begin
+            if (error := _refusal(begin, nbytes)) is not None:
+                soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+                limit = None if soft == resource.RLIM_INFINITY else soft
+                name = accelerator.device_name() if not can_register_host_memory() else None
+                remedy = remedy_for_refused(error, limit, has_host_memory(), without=name)
+                warn_once(
+                    f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: "
+                    f"copies take 3 to 6 times as long (an H200's), and steps wait. {remedy}"
+                )
+                return
+            self._locked[begin] = tensor
+
+    def unlock(self) -> None:
+        """Undo `lock`. No copy to or from the memory may be running. Idempotent."""
+        if os.getpid() != self._owner_pid:  # a forked process must not use the accelerator
+            return
+        for begin in list(self._locked):
+            unlock = partial(get_accelerator().unregister_host_memory, begin)
+            refused = _error_of(unlock) is not None
+            tensor = self._locked.pop(begin)
+            if refused:
+                _left.append(tensor)
+
+    def leave(self, *others: object) -> None:
+        """Keep everything locked, and `others` alive, until the process ends, because copies may
+        still run."""
+        _leave(self._locked)
+        self._locked.clear()
+        _left.extend(others)
+
+
+def _leave(locked: dict[int, torch.Tensor]) -> None:
+    _left.extend(locked.values())
+
+
+def remedy_for_refused(
+    error: str, limit: int | None, is_host_memory: bool, *, without: str | None = None
+) -> str:
+    """Say why memory could not be page-locked, and what to change. A pure function.
+
+    Args:
+        error: the accelerator runtime's error.
+        limit: bytes that this process may lock; None: unlimited.
+        is_host_memory: whether the accelerator's memory is the host's.
+        without: name of DeepSpeed's accelerator, if its class cannot lock memory at all.
+    """
+    if without is not None:
+        return f"DeepSpeed's accelerator {without!r} has no register_host_memory"
+    if is_host_memory:
+        return (
+            f"The accelerator's memory is the host's ({error}), "
+            f"so offload frees nothing: {SHARED_MEMORY}"
+        )
+    if limit is not None:
+        return (
+            f"Raise the limit on locked memory, {limit:,} bytes (ulimit -l, --ulimit memlock=-1). "
+            f"The runtime said: {error}"
+        )
+    return (
+        f"The limit on locked memory is not the cause; this driver or runtime refuses it: {error}"
+    )
+
+
+def _refusal(address: int, nbytes: int) -> str | None:
+    """Page-lock memory; return the error, or None."""
+    registered: list[Any] = []
+    error = _error_of(
+        lambda: registered.append(bool(get_accelerator().register_host_memory(address, nbytes)))
+    )
+    return error if error is not None or any(registered) else "it was not registered"
+
+
+def _error_of(call: Any) -> str | None:
+    """The error that a call of the accelerator's runtime raises, or None; clears it in the runtime.
+    A runtime without such a call raises an `AttributeError`.
+
+    The runtime would report the error of a refused call again at the next check of a kernel launch,
+    wherever that is. torch has no function to clear it, but launching a kernel through torch does.
+    """
+    try:
+        call()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
+        return one_line(error)
+    return None

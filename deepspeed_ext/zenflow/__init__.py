@@ -31,28 +31,20 @@ Gradients reach their slot in their step or, with ``gradients_on_host`` or weigh
 (``offload_param``), during backward. In the latter case the host computes the weights, and keeps
 the hot blocks.
 
-Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are
-handed over in the accumulation dtype, which is fp32 when gradients are accumulated (see
-`plan.facts.Caller`).
+Gradients are handed over in the dtype of the weights, or of the sums of micro-steps: with fp16,
+where the config asks for fp32 sums, and where they leave in backward (see `plan.facts.Caller`).
 
-The predictive rule adds:
-
-=============  ===============  =====================  =========================================
-block means    fp32 [blocks]    arena "block_means"    mean of v over each block: worker ->
-                                                       trainer
-known          int32            arena "known"          with Lion, in place of the means: for
-               [blocks, 1 + w]                         each block the mean of |m| and a sign bit
-                                                       of each m, in w words: worker -> trainer
-=============  ===============  =====================  =========================================
-
-The selective rule adds:
+The rules add:
 
 =============  ===============  =====================  =========================================
-hot blocks     fp32 [k, b]      accelerator, or        p, m, v of the k blocks that step on the
-                                where gradients are    accelerator; moved there and back when
-                                                       blocks are selected
-updates        int32 [blocks]   arena "updates"        updates of each block so far; negative
-                                                       for a hot block
+block means    fp32 [blocks]    arena "block_means"    predictive: mean of v over each block:
+                                                       worker -> trainer
+known          int32            arena "known"          predictive, with Lion: for each block the
+               [blocks, 1 + w]                         mean of |m| and a sign bit of each m, in w
+                                                       words: worker -> trainer
+hot blocks     fp32 [k, b]      where gradients are    selective: p, m, v of the k blocks that
+                                                       step there; they move when blocks are
+                                                       selected
 =============  ===============  =====================  =========================================
 
 *Update*: one update of p and the moments. *Hand over*: give the worker gradients, in their slots.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -237,38 +236,3 @@ def _state(
     return WholeState(
         group, weights, p.requires_grad_(), dict(zip(layout.names, moments, strict=True))
     )
-
-
-class Piece(NamedTuple):
-    """The elements of one parameter in a partition, from `begin` to `end` (exclusive)."""
-
-    begin: int
-    end: int
-    is_copy: bool
-    """Whether other tensor-parallel ranks have the same elements."""
-    name: str = ""
-    """What to call the parameter in a message."""
-
-
-def mixed(pieces: Sequence[Piece], block_size: int) -> list[str]:
-    """Names of the copies that share a block with a sharded parameter.
-
-    With tensor parallelism a rank has shards of some parameters and copies of others. An element's
-    estimate depends on the mean of v over its block. A block with elements of both kinds has a
-    different mean on each rank, so the copies would silently diverge.
-    """
-
-    def ends(piece: Piece) -> set[int]:  # only these blocks may be shared with another piece
-        return {piece.begin // block_size, (piece.end - 1) // block_size}
-
-    found = [piece for piece in pieces if piece.end > piece.begin]
-    divided = {block for piece in found if not piece.is_copy for block in ends(piece)}
-    return [piece.name for piece in found if piece.is_copy and ends(piece) & divided]
-
-
-def largest_block_apart(partitions: Sequence[Sequence[Piece]], block_size: int) -> int:
-    """The largest power of two up to `block_size` with which no copy shares a block."""
-    size = 1 << (block_size.bit_length() - 1)
-    while size > 1 and any(mixed(pieces, size) for pieces in partitions):
-        size //= 2
-    return size

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import predict
+from deepspeed_ext.zenflow.kernels.launch import predict
 from deepspeed_ext.zenflow.optimizers.adam import effect_of, inverses, publish_ahead
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 from deepspeed_ext.zenflow.step.rule import StepPlan
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from studies.numerics.rule import Gradient, Host, Rule, Start
 
 WHOLE = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed_ext.zenflow.optimizers.adam import publish_ahead
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
 from studies.numerics.rule import AdamW, Gradient, Host, Rule, Start
 
 DISTURBANCE = 1e-4

@@ -11,17 +11,10 @@ from functools import cache
 
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel import (
-    AdamStep,
-    Array,
-    Kernel,
-    Pass,
-    Publish,
-    library_path,
-    load_kernel,
-)
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
+from deepspeed_ext.zenflow.worker.kernel import load_kernel
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel.passes import Array, Kernel, Pass, dtype_name
 
 PLAIN_BLOCK = 256
 """Elements per block where a rule does not use the mean of v."""

@@ -109,7 +109,7 @@ class Norms:
 
 def run_side(program: Program, side: str, norms: Norms) -> list[dict[str, Any]]:
     import deepspeed_ext
-    from deepspeed_ext.zenflow.plan import chunks
+    from deepspeed_ext.zenflow.plan import places
     from deepspeed_ext.zenflow.step import link
     from tests.fuzz.program_side import trace
     from tests.support.compare import shared_folder
@@ -120,7 +120,7 @@ def run_side(program: Program, side: str, norms: Norms) -> list[dict[str, Any]]:
     with (
         shared_folder() as folder,
         patch.object(link, "library_path", lambda: None),
-        patch.object(chunks, "CHUNK_NUMEL", 64),
+        patch.object(places, "CHUNK_NUMEL", 64),
         norms.noted(),
     ):
         return trace(program, config, extended, folder, norms.at)

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.backend import group_timeout_seconds
 from deepspeed_ext.zenflow.step import link
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 from tests.support.optimizer_process import running
 from tests.support.ranks import RankError, run_fresh_ranks, run_ranks, started_workers

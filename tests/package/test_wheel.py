@@ -25,7 +25,9 @@ TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 
 KERNEL_CODE = """
 import ctypes, hashlib, sys
-from deepspeed_ext.zenflow.worker.kernel import Array, library_path, load_kernel, native
+from deepspeed_ext.zenflow.worker.kernel.passes import Array
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel import load_kernel, native
 path = library_path()
 kernel = load_kernel(path, threads=2)
 bytes_touched = ctypes.create_string_buffer(1 << 16)
@@ -44,7 +46,7 @@ for compiler in cc c++ gcc g++ clang clang++; do
     if "$compiler" --version >/dev/null 2>&1; then echo "$compiler still runs" >&2; exit 91; fi
 done
 "$1" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null && exit 92
-"$1" -c 'from deepspeed_ext.zenflow.worker import kernel; print("kernel:", kernel.library_path())'
+"$1" -c 'import deepspeed_ext.zenflow.worker.kernel.native as n; print("kernel:", n.library_path())'
 shift
 exec "$@"
 """

@@ -26,16 +26,10 @@ import torch
 
 from deepspeed_ext.zenflow.plan.arrays import plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import (
-    AdamStep,
-    Kernel,
-    Pass,
-    Publish,
-    library_path,
-    load_kernel,
-)
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
+from deepspeed_ext.zenflow.worker.kernel import load_kernel
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel.passes import Kernel, Pass, StateLayout
 from tests.perf import report
 from tests.support.arenas import arena_of
 

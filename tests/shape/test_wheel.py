@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from tests.support.paths import ROOT
 from tools.offline import BUILDS
 

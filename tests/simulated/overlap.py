@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from tests.support.models import Linears, on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -110,7 +110,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             "network_gb_per_s": 1e6,
         }
         with (
-            patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
+            patch.object(places, "CHUNK_NUMEL", numel // way.chunks),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Linears, way.layers, WIDTH))

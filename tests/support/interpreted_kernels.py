@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from deepspeed_ext.zenflow.kernels import device, launch
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import store
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)

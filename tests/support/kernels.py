@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel import (
-    AdamStep,
-    Array,
-    Kernel,
-    Pass,
-    Publish,
-    library_path,
-    load_kernel,
-)
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel import load_kernel
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.definition import decode, encode
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPublish, LionStep
-from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel.passes import Array, Kernel, Pass, dtype_name
 
 LIBRARY = library_path()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -29,7 +29,7 @@ from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.rules import guard as probe
@@ -223,7 +223,7 @@ def measure_state(config: dict[str, Any]) -> Measured:
 def in_proportion() -> AbstractContextManager[Any]:
     """Context in which the chunks that travel beside a step are as small as a part of the model as
     in a large one."""
-    return patch.object(chunks, "CHUNK_NUMEL", 1 << 12)
+    return patch.object(places, "CHUNK_NUMEL", 1 << 12)
 
 
 def _measure(config: dict[str, Any]) -> Measured:

@@ -11,8 +11,8 @@ import psutil
 
 from deepspeed_ext.zenflow.plan.arrays import plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish, library_path
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.arenas import arena_of

@@ -20,6 +20,7 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.times import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive import PredictiveSchedule
 from deepspeed_ext.zenflow.step import first_steps
+from deepspeed_ext.zenflow.worker.messages import ThreadLimit
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
 
@@ -116,11 +117,11 @@ class VirtualRun:
         decided = decide(facts, ZenFlowConfig(), ratio=None)
         assert decided.measures_share
         self.schedule = PredictiveSchedule(True, warm_up)
-        no_errors, limit = contextlib.nullcontext, self._limit
+        no_errors, process = contextlib.nullcontext, SimpleNamespace(submit=self._limit)
         self.host: Any = SimpleNamespace(
             decided=decided,
             ranks=_Ranks(machine.slower),
-            link=SimpleNamespace(deferring_errors=no_errors, limit_threads=limit),
+            link=SimpleNamespace(deferring_errors=no_errors, process=process),
             rule=SimpleNamespace(schedule=self.schedule),
             state=SimpleNamespace(expose=lambda **_: True),
         )
@@ -135,8 +136,8 @@ class VirtualRun:
             cores=None,
         )
 
-    def _limit(self, threads: int) -> None:
-        self._threads = threads
+    def _limit(self, work: list[ThreadLimit]) -> None:
+        self._threads = work[0].threads
 
     @property
     def share(self) -> float:

@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 import deepspeed_ext
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from tests.support.compare import base_config
 from tests.support.models import OddModel, batches
 from tests.support.planned import copies_as
@@ -66,7 +66,7 @@ def zenflow_config(
 
 def small_chunks() -> AbstractContextManager[Any]:
     """Inside, partitions of small models have several chunks."""
-    return patch.object(chunks, "CHUNK_NUMEL", 512)
+    return patch.object(places, "CHUNK_NUMEL", 512)
 
 
 def offload_config(config: dict[str, Any]) -> dict[str, Any]:

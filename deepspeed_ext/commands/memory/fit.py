@@ -246,7 +246,6 @@ def nearest(found: Sequence[Fit]) -> Fit:
 
 # -- the command ----------------------------------------------------------------------------------
 
-SCHEMA = 3
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TYPICAL = "activations and the largest parameter are those of a model like Llama 3"
 _NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
@@ -460,45 +459,22 @@ def phases_text(fit: Fit) -> str:
 
 
 def as_json(found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
-    """All ways: bytes, seconds and the config to copy."""
-    best, question = suggested(found), found[0].question
-    machine, model = question.machine, question.model
+    """The answer, and all ways: bytes, seconds and the config to copy."""
+    best = suggested(found)
     return {
-        "schema": SCHEMA,
-        "parameters": model.params,
-        "largest_parameter": model.largest,
-        "dtype": model.dtype,
-        "ranks": machine.ranks,
-        "ranks_per_host": machine.per_host,
-        "activation_bytes": question.activations(question.micro_steps),
-        "assumed": {
-            "link_bytes_per_second": machine.link,
-            "host_bytes_per_second": machine.host,
-            "gpu_flop_per_second": machine.flops,
-            "tokens_per_gpu_and_step": question.tokens,
-        },
         "answer": answer(found),
         "suggested": None if best is None else found.index(best),
         "notes": list(notes),
-        "ways": [_way(fit) for fit in found],
-    }
-
-
-def _way(fit: Fit) -> dict[str, Any]:
-    zenflow = fit.plan.zenflow
-    return {
-        "stage": fit.setup.stage,
-        "run": name_of(fit.setup, zenflow),
-        "fits": None if not fit.left else not fit.short,
-        "needed_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.needed.items()},
-        "left_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.left.items()},
-        "bytes_per_rank": {
-            f"{_NAMES[place]}, {phase.value}": _by_kind(parts)
-            for (place, phase), parts in fit.plan.parts.items()
-        },
-        "step_seconds": fit.seconds,
-        "waits_seconds": fit.waits,
-        "cost_in_loss": cost_of(fit.setup),
-        "reasons": [] if zenflow is None else list(zenflow.reasons),
-        "config": config_of(fit.setup, fit.plan.model.dtype),
+        "ways": [
+            {
+                "stage": fit.setup.stage,
+                "run": name_of(fit.setup, fit.plan.zenflow),
+                "fits": None if not fit.left else not fit.short,
+                "needed_bytes": {_NAMES[place]: size for place, size in fit.needed.items()},
+                "step_seconds": fit.seconds,
+                "waits_seconds": fit.waits,
+                "config": config_of(fit.setup, fit.plan.model.dtype),
+            }
+            for fit in found
+        ],
     }

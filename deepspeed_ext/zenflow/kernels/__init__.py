@@ -4,7 +4,3 @@
 the Triton kernels and is imported only if Triton is installed. `launch` chooses, and compiles at
 engine start. The worker's pass over host memory is in `zenflow.worker.kernel`.
 """
-
-from deepspeed_ext.zenflow.kernels.launch import adam_step, missing, predict, serves
-
-__all__ = ["adam_step", "missing", "predict", "serves"]

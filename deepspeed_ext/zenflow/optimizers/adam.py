@@ -50,10 +50,9 @@ import torch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.definition import CLAMP, root
 
 _DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
@@ -154,7 +153,7 @@ class AdamKind(OptimizerKind):
         block_size: int,
     ) -> None:
         numbers = step.grad_scale, effect_of(step, step.step)
-        kernels.predict(weights, published, grad, known, *numbers, block_size)
+        launch.predict(weights, published, grad, known, *numbers, block_size)
 
     def step_rows(
         self,
@@ -163,7 +162,7 @@ class AdamKind(OptimizerKind):
         weights: torch.Tensor,
         step: AdamStep,
     ) -> None:
-        kernels.adam_step(state, grad, weights, step)
+        launch.adam_step(state, grad, weights, step)
 
 
 def _require_two_moments(group: Mapping[str, Any], place: str) -> None:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.log import counted
 from deepspeed_ext.zenflow.plan import times
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
+    SLOTS_OF_CHUNKS,
     Copies,
     Place,
     Places,

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
-from deepspeed_ext.zenflow.plan.chunks import chunk_numel
-from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait
+from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait, chunk_numel
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES

@@ -1,9 +1,11 @@
-"""Names the places where a partition's arrays live, and when they move."""
+"""Names the places where a partition's arrays live, when they move, and in what pieces."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+
+from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 
 
 class Place(enum.Enum):
@@ -76,3 +78,23 @@ class Places:
 
 EVERYTHING_ON_HOST = Places(Place.HOST, Place.HOST, Place.HOST, Source.HOST)
 """If the CPU is the accelerator."""
+
+CHUNK_NUMEL = 1 << 24
+"""Minimum number of elements of a chunk that travels beside the step, before rounding to whole
+blocks."""
+
+MOST_CHUNKS = 64
+"""Maximum number of chunks of all partitions together, not counting the last of each. More chunks
+cost launches, two per chunk and step; fewer make a step wait longer, by about one chunk's copies
+and pass."""
+
+SLOTS_OF_CHUNKS = 4
+"""Chunks on the host at once, if they reuse slots: one with the worker, the next one waiting, and
+one on its way in each direction. At least 2: the courier hands a chunk over before it waits for the
+one before."""
+
+
+def chunk_numel(numel: int, block_size: int) -> int:
+    """Elements per chunk, if all partitions together have `numel` elements."""
+    fewest = -(-numel // MOST_CHUNKS)
+    return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)

@@ -13,9 +13,16 @@ from deepspeed_ext.zenflow.plan.arrays import (
     ArraySpec,
     plan_layout,
 )
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import Caller
-from deepspeed_ext.zenflow.plan.places import Copies, Place, Places, Source, Wait
+from deepspeed_ext.zenflow.plan.places import (
+    SLOTS_OF_CHUNKS,
+    Copies,
+    Place,
+    Places,
+    Source,
+    Wait,
+    chunk_numel,
+)
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 

@@ -47,9 +47,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.zenflow.plan.chunks import chunk_numel
 from deepspeed_ext.zenflow.plan.held import Held, nbytes_of
-from deepspeed_ext.zenflow.plan.places import Copies, Place, Wait
+from deepspeed_ext.zenflow.plan.places import Copies, Place, Wait, chunk_numel
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 

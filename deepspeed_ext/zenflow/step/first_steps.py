@@ -26,6 +26,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.rule import Partition, StepPlan
 from deepspeed_ext.zenflow.transfers.landing import landing_buffers
+from deepspeed_ext.zenflow.worker.messages import ThreadLimit
 
 
 class FirstSteps:
@@ -99,7 +100,7 @@ class FirstSteps:
     def _limit(self, host: HostOptimizer, threads: int) -> None:
         if threads != self.threads:
             with host.link.deferring_errors():
-                host.link.limit_threads(threads)
+                host.link.process.submit([ThreadLimit(threads)])
             self.threads = threads
 
     def _choose(self, host: HostOptimizer) -> bool:

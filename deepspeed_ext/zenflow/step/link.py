@@ -15,21 +15,20 @@ from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.runtime.process import OwnProcess, is_of_handler
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Predict, Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     Patience,
     Span,
-    ThreadLimit,
     WorkerPlan,
     WorkerTask,
 )
@@ -171,15 +170,6 @@ class WorkerLink:
         self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
         self.arena.relay(layout)
         self._carry(plan, buffers)
-
-    def limit_threads(self, threads: int) -> None:
-        """Run later passes on the worker's first `threads` threads, with the same results. Does not
-        wait.
-
-        Raises:
-            WorkerError: the worker has failed.
-        """
-        self.process.submit([ThreadLimit(threads)])
 
     # Note: [an error of one rank]
     # If a rank raised between two of DeepSpeed's collectives, the others would wait in the next one

@@ -263,24 +263,9 @@ def _carry_all(
                 if not errors:
                     shipment.carry()
             except BaseException as error:  # raised again by the trainer's next wait
-                errors.append(_explained(error))
+                errors.append(error)
             finally:
                 shipment.finish()
-
-
-def _explained(error: BaseException) -> BaseException:
-    """The error, or a clearer one if a graph capture in another thread forbade this thread's
-    calls."""
-    if isinstance(error, RuntimeError) and "captur" in str(error).lower():
-        explained = WorkerError(
-            "copies between accelerator and optimizer process were running while a graph was "
-            f"captured in a mode that forbids other threads' calls ({str(error).splitlines()[0]}): "
-            'capture with capture_error_mode="thread_local" (an argument of torch\'s graph '
-            "context), or before the first step"
-        )
-        explained.__cause__ = error
-        return explained
-    return error
 
 
 def _end(calls: queue.SimpleQueue[bool], thread: threading.Thread, owner_pid: int) -> None:

@@ -24,8 +24,15 @@ from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, Pass, load_kernel
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, SHOWN_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.kernel import load_kernel
+from deepspeed_ext.zenflow.worker.kernel.passes import (
+    DTYPE_BYTES,
+    SHOWN_NUMEL,
+    Array,
+    Kernel,
+    Pass,
+    chunk_of,
+)
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     ArenaWrite,

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_ext.checkpoint.zenflow_state import read_saved_state
 from deepspeed_ext.zenflow.rules.selective import SelectivePartitionValues, SelectiveState
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from tests.support.same import assert_same
 
 BLOCK, NUMEL = 8, 3 * 8 + 5

@@ -95,7 +95,7 @@ def raises(error: Exception) -> Any:
 MACHINES: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
     "a native kernel": (
         "adam_kernel",
-        {"deepspeed_ext.zenflow.worker.kernel.library_path": lambda: "/x/adam_pass.so"},
+        {"deepspeed_ext.zenflow.worker.kernel.native.library_path": lambda: "/x/adam_pass.so"},
         ("ok", "/x/adam_pass.so"),
     ),
     "an unknown DeepSpeed": (

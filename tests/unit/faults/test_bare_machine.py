@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from tests.support.forked import run_forked
 from tests.support.paths import ROOT
 

@@ -30,9 +30,9 @@ from deepspeed_ext.adapter.engine import Engine
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
+from deepspeed_ext.runtime import memory as memory_module
 from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.zenflow.step.state_store import StateStore
-from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -323,9 +323,9 @@ def train_without_page_locks(config: dict) -> dict[str, Any]:
     warnings: list[str] = []
     runtime = RefusingRuntime()
     with (
-        patch.object(page_locks_module, "get_accelerator", lambda: runtime),
-        patch.object(page_locks_module, "can_register_host_memory", lambda: True),
-        patch.object(page_locks_module, "warn_once", warnings.append),
+        patch.object(memory_module, "get_accelerator", lambda: runtime),
+        patch.object(memory_module, "can_register_host_memory", lambda: True),
+        patch.object(memory_module, "warn_once", warnings.append),
     ):
         with runtime:
             engine = make_engine(config)
@@ -360,7 +360,7 @@ def what_is_left(before: Counter[str]) -> dict[str, Any]:
 
 
 LATE_FAILURES: dict[str, tuple[Any, str]] = {
-    "page locks": (page_locks_module.PageLocks, "lock"),
+    "page locks": (memory_module.PageLocks, "lock"),
     "state": (StateStore, "bind"),
     "after the worker": (ZenFlowZeroOptimizer, "_link_all_hp_params"),
     "scheduler": (Engine, "_configure_lr_scheduler"),

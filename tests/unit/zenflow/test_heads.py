@@ -16,7 +16,7 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.checkpoint.legacy_state import CollectedValues
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.plan import head_of
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same

@@ -16,6 +16,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.zenflow import start
 from deepspeed_ext.zenflow.plan.times import WATCHED_STEPS, MeasuredStep, with_host_share
 from deepspeed_ext.zenflow.step.first_steps import move
@@ -23,7 +24,6 @@ from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.moments import ShownMoments

@@ -5,20 +5,8 @@ optimizers' parts. `definition` is the arithmetic in torch operations; `native` 
 library. Importing this package imports neither torch nor DeepSpeed.
 """
 
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
-from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel, library_path
-from deepspeed_ext.zenflow.worker.kernel.passes import Array, Kernel, Pass
-
-__all__ = [
-    "AdamStep",
-    "Array",
-    "Kernel",
-    "NativeKernel",
-    "Pass",
-    "Publish",
-    "library_path",
-    "load_kernel",
-]
+from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
+from deepspeed_ext.zenflow.worker.kernel.passes import Kernel
 
 
 def load_kernel(library: str | None, threads: int) -> Kernel:

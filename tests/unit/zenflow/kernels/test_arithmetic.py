@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.zenflow.optimizers.adam import effect_of, inverses
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import predict, root
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 

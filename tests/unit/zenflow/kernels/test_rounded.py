@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, adam_pass, definition
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel import adam_pass, definition
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.passes import HOST_CHUNK_NUMEL
 from tests.support.kernels import wide
 from tests.support.meter import LiveBytes

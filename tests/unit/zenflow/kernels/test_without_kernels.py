@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
+from deepspeed_ext.zenflow.worker.kernel import definition
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from tests.support.ranks import on_sim
 
 BLOCK = 32

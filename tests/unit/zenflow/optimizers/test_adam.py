@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.kernels import predict
+from deepspeed_ext.zenflow.kernels.launch import predict
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind, effect_of, inverses, publish_ahead
 from deepspeed_ext.zenflow.rules.predictive import PredictiveRule
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from deepspeed_ext.zenflow.worker.messages import Span
 from studies.numerics.ours import Ours
 from studies.numerics.relatives import Delay

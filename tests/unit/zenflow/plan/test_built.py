@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.commands.memory.setup import Machine, Model, read_config
-from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, y_replaces_gradient
@@ -62,7 +62,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         equal_items = y_replaces_gradient(plan)
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(
-            ("slots", bool(plan.slot_numel) * chunks.SLOTS_OF_CHUNKS, len(transfers._slots))
+            ("slots", bool(plan.slot_numel) * places.SLOTS_OF_CHUNKS, len(transfers._slots))
         )
     parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(values.nbytes for part in parts for values, _ in part)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.held import Held, Phase
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
+    SLOTS_OF_CHUNKS,
     Copies,
     Place,
     Source,

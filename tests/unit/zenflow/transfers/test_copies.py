@@ -22,16 +22,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.runtime import memory as memory_module
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan import plan as plan_module
 from deepspeed_ext.zenflow.rules.selective import SelectiveRule
-from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers import stream as stream_module
 from deepspeed_ext.zenflow.transfers.courier import Courier
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.transfers.stream import Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.models import Linears, batches, on_device
 from tests.support.ranks import RankError, is_simulated, run_fresh_ranks, run_ranks
@@ -333,7 +333,7 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
         "seconds": time.monotonic() - begin,
         "locked before": len(locked),
         "still locked": sum(tensor.is_pinned() for tensor in locked),
-        "left": sum(isinstance(left, torch.Tensor) for left in page_locks_module._left),
+        "left": sum(isinstance(left, torch.Tensor) for left in memory_module._left),
     }
 
 

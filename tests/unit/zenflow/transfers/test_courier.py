@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,19 +181,3 @@ def test_a_forgotten_courier_ends_its_thread_and_keeps_no_worker() -> None:
     gc.collect()
     thread.join(timeout=10)
     assert not thread.is_alive()
-
-
-def test_a_capture_that_forbids_the_copies_is_explained() -> None:
-    recorded, courier = Recorded(), Courier(0, timeout_seconds=30.0)
-    parcels = recorded.parcels(2)
-
-    def forbid() -> None:
-        raise RuntimeError(
-            "operation not permitted when stream is capturing\nSearch for the name of this error"
-        )
-
-    parcels[0].down = [SimpleNamespace(synchronize=forbid)]
-    courier.send(parcels, recorded)  # type: ignore[arg-type]
-    with pytest.raises(WorkerError, match=r'is capturing\).*capture_error_mode="thread_local"'):
-        courier.wait()
-    courier.close()

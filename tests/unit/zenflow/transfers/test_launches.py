@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, chunk_numel
+from deepspeed_ext.runtime.memory import PageLocks
+from deepspeed_ext.zenflow.plan import places
+from deepspeed_ext.zenflow.plan.places import MOST_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.kernel.passes import chunk_of
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.simulated.overlap import WIDTH
@@ -71,9 +71,9 @@ def test_there_are_at_most_64_whole_chunks(numel: int, block_size: int) -> None:
     chunk = chunk_numel(numel, block_size)
     assert chunk % block_size == 0
     assert -(-numel // chunk) <= MOST_CHUNKS
-    assert chunk >= chunk_of(chunks.CHUNK_NUMEL, block_size)
+    assert chunk >= chunk_of(places.CHUNK_NUMEL, block_size)
     assert (
-        chunk == chunk_of(chunks.CHUNK_NUMEL, block_size)
+        chunk == chunk_of(places.CHUNK_NUMEL, block_size)
         or (chunk - block_size) * MOST_CHUNKS < numel
     )
 
@@ -101,7 +101,7 @@ def launches(numels: list[int]) -> tuple[int, int]:
         send(courier, sent, *more)
 
     with (
-        patch.object(chunks, "CHUNK_NUMEL", chunks.CHUNK_NUMEL // SCALE),
+        patch.object(places, "CHUNK_NUMEL", places.CHUNK_NUMEL // SCALE),
         patch.object(Courier, "send", noted),
     ):
         dtypes = "bfloat16", "bfloat16"

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.transfers import page_locks
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks, remedy_for_refused
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.runtime.memory import PageLocks, remedy_for_refused
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,11 @@ class _Device:
 def test_a_runtime_without_the_call_trains_on_with_one_warning() -> None:
     told: list[Any] = []
     with (
-        patch.object(page_locks, "get_accelerator", _Device),
-        patch.object(page_locks, "can_register_host_memory", lambda: True),
-        patch.object(page_locks, "has_host_memory", lambda: False),
-        patch.object(
-            page_locks.resource, "getrlimit", lambda _: (page_locks.resource.RLIM_INFINITY,) * 2
-        ),
-        patch.object(page_locks, "warn_once", told.append),
+        patch.object(memory, "get_accelerator", _Device),
+        patch.object(memory, "can_register_host_memory", lambda: True),
+        patch.object(memory, "has_host_memory", lambda: False),
+        patch.object(memory.resource, "getrlimit", lambda _: (memory.resource.RLIM_INFINITY,) * 2),
+        patch.object(memory, "warn_once", told.append),
     ):
         PageLocks().lock([torch.zeros(4096)])
     assert len(told) == 1

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.errors import UnsupportedError
+from deepspeed_ext.runtime import memory as memory_module
+from deepspeed_ext.runtime.memory import PageLocks
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
-from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
-from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker import arena as arena_module
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.arenas import arena_of
@@ -224,8 +224,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> LockingAccelerator:
         unmap(*args)
 
     monkeypatch.setattr(arena_module, "_unmap", noted_unmap)
-    monkeypatch.setattr(page_locks_module, "_left", [])
-    monkeypatch.setattr(page_locks_module, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(memory_module, "_left", [])
+    monkeypatch.setattr(memory_module, "get_accelerator", lambda: accelerator)
     return accelerator
 
 
@@ -276,8 +276,8 @@ def test_an_accelerator_that_cannot_lock_pages_says_so(
     accelerator: LockingAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(page_locks_module, "warn_once", warnings.append)
-    monkeypatch.setattr(page_locks_module, "can_register_host_memory", lambda: False)
+    monkeypatch.setattr(memory_module, "warn_once", warnings.append)
+    monkeypatch.setattr(memory_module, "can_register_host_memory", lambda: False)
     monkeypatch.setattr(LockingAccelerator, "device_name", lambda self: "other", raising=False)
     monkeypatch.setattr(accelerator, "register_host_memory", lambda address, nbytes: False)
     locks = PageLocks()

@@ -15,7 +15,7 @@ import torch
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.worker import messages
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaWrite,
     Channel,

@@ -15,7 +15,7 @@ from deepspeed_ext.cores.host import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import process as runtime_process
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import PASS, make_plan, running
 from tests.support.paths import ROOT

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
 from tests.support.kernels import (
     DTYPES,

@@ -10,8 +10,8 @@ import os
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import Array, NativeKernel
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, Array
 from tests.support.kernels import LIBRARY, needs_native
 
 PAGE = 4096

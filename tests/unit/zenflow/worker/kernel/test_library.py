@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.zenflow.worker.kernel import library_path, load_kernel, native
+from deepspeed_ext.zenflow.worker.kernel import load_kernel, native
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
 from tests.support.kernels import needs_native
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
 from tests.support.kernels import LIBRARY, make_kernel, make_pass, needs_native
 from tests.support.paths import ROOT
 
@@ -24,7 +24,9 @@ OTHER_USER = 61234
 """Nobody else's, so that its limit on threads counts those of one process."""
 PRELUDE = """
 import array, ctypes, hashlib, mmap, os, random, resource, signal, sys, threading
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Array, NativeKernel, Pass, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.passes import Array, Pass
+from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
 signal.alarm(30)

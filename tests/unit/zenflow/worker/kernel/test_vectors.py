@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, NativeKernel, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 from tests.support.kernels import DTYPES, LIBRARY, make_pass, needs_native
 from tests.support.same import assert_same
 
