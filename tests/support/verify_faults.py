@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from deepspeed_ext.commands import verify
 from tests.support import ranks
 
-__all__ = ["FAULTS", "MARK", "PARAMETER", "forked", "left_behind", "nursery"]
+__all__ = ["FAULTS", "MARK", "PARAMETER", "forked", "left_behind"]
 
 MARK = "DSEXT_TEST_VERIFY"
 """A variable of the ranks and of all that they start."""
