@@ -13,7 +13,6 @@ from tests.support.zenflow import (
     distance,
     offload_config,
     run,
-    zenflow_config,
 )
 
 
@@ -28,14 +27,3 @@ def difference(expected: Outcome, actual: Outcome) -> float:
     torch.manual_seed(1234)
     start = {name: p.detach().bfloat16().float() for name, p in OddModel().named_parameters()}
     return distance(expected.weights, actual.weights, start)
-
-
-def selective_config(
-    stage: int, dtype: torch.dtype = torch.float32, **zenflow: Any
-) -> dict[str, Any]:
-    defaults = {
-        "topk_ratio": 0.1,
-        "update_interval": 2,
-        "select_interval": 4,
-    }
-    return zenflow_config(stage, dtype, **{**defaults, **zenflow})

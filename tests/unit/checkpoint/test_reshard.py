@@ -19,7 +19,17 @@ from deepspeed_ext.errors import CheckpointError
 from tests.support.matrix import cover
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
-from tests.support.resharded import STEPS, Model, Run, beside, data, resume, saved_by, state_of
+from tests.support.resharded import (
+    STEPS,
+    Model,
+    Run,
+    beside,
+    data,
+    resume,
+    save,
+    saved_by,
+    state_of,
+)
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import RULES, make_engine, train, weights_of
 
@@ -343,3 +353,50 @@ def test_weights_alone_are_loaded_as_plain_deepspeed_does_where_both_sides_have_
     ):
         assert was_loaded
         assert_same({name: expected[name].float() for name in weights}, weights, "weights")
+
+
+# -- a tag that plain ZeRO has written twice -------------------------------------------------------
+
+LATER = STEPS + 2
+
+
+def saved_one_after_the_other(first: Run, second: Run, folder: Path) -> None:
+    for run, steps in ((first, STEPS), (second, LATER)):
+        run_ranks(run.ranks, save, run, str(folder), steps, pool=run.pool)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("first", "second", "resumed"),
+    [
+        (Run(2, 3, "zero"), Run(2, 2, "zero"), Run(2, 2, "zero")),
+        (Run(2, 3, "zero"), Run(2, 2, "zero"), Run(3, 3, "zero")),
+        (Run(4, 2, "zero"), Run(2, 2, "zero"), Run(1, 2, "zero")),
+    ],
+    ids=["the same layout", "another stage", "fewer ranks"],
+)
+def test_the_newer_save_is_loaded(first: Run, second: Run, resumed: Run, tmp_path: Path) -> None:
+    saved_one_after_the_other(first, second, tmp_path)
+    for difference, _ in run_ranks(
+        resumed.ranks, resume, resumed, str(tmp_path), LATER, pool=resumed.pool
+    ):
+        assert difference == ""
+
+
+def refusal(run: Run, folder: str) -> str:
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            engine.load_checkpoint(folder, tag="t")
+    finally:
+        engine.destroy()
+    return str(refused.value)
+
+
+def test_optimizer_files_of_two_dtypes_are_refused(tmp_path: Path) -> None:
+    """Their names differ, so both saves of a rank are there, and one model's file."""
+    first, second = Run(2, 2, "zero"), Run(2, 2, "zero", "fp32")
+    saved_one_after_the_other(first, second, tmp_path)
+    for message in run_ranks(2, refusal, second, str(tmp_path), pool=second.pool):
+        assert "bf16_zero_pp_rank_" in message
+        assert "move those of the older save elsewhere" in message

@@ -1,7 +1,8 @@
-"""The command line itself: what becomes of its output."""
+"""The command line itself: what becomes of its output; and the ready configs."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from deepspeed_ext.commands import main as command_line
 from deepspeed_ext.commands.main import COMMANDS
 from tests.support.pages import check_command
+from tests.support.paths import ROOT
 
 LINES = [
     ("plan", "--memory", "--params", "7e9", "--ranks", "8"),
@@ -80,3 +82,24 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_reads(
     example = COMMANDS[name].example
     assert capsys.readouterr().out.rstrip().endswith(f"example: {example}")
     check_command(shlex.split(example.partition(" > ")[0]))
+
+
+# -- ``config`` ------------------------------------------------------------------------------------
+
+READY = sorted(path.stem for path in (ROOT / "configs").glob("*.json"))
+
+
+def test_the_list_has_every_config_and_each_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["config"]) == 0
+    _, *names = capsys.readouterr().out.split("\n  ")
+    assert [name.strip() for name in names] == READY
+    for name in READY:
+        assert command_line.main(["config", name]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(
+            (ROOT / f"configs/{name}.json").read_text()
+        )
+
+
+def test_another_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["config", "zneflow"]) == 2
+    assert "expected one of hf, hf_zenflow" in capsys.readouterr().err

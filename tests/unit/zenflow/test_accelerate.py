@@ -1,5 +1,5 @@
 """ZenFlow in the loops of the Hugging Face Trainer, TRL and Accelerate: evaluation, generation,
-accumulation, resumes, boundaries of steps."""
+accumulation, resumes, boundaries of steps, saved models."""
 
 import json
 import os
@@ -101,6 +101,19 @@ def test_evaluations_are_of_the_saved_model_and_training_goes_on_to_the_bit(
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
     assert_same(plain["p"], found["p"])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["whole", "frozen"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_saved_model_is_the_rounded_masters(stage: int, kind: str, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    (found,) = run_ranks(1, saved_by_trainer, stage, kind, PREDICTIVE, str(tmp_path))
+    assert found["others"], "the run's own weights are no predictions"
+    saved = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    masters = {name: each.bfloat16() for name, each in found["p"].items()}
+    assert_same({name: saved[name] for name in masters}, masters)
 
 
 def connect_cpu_ranks() -> None:

@@ -34,10 +34,13 @@ CLOSE: dict[str, tuple[dict[str, Any], float]] = {
 """Fields of the section, and by how much losses at the end may differ."""
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", CLOSE)
 @pytest.mark.parametrize("stage", STAGES)
-def test_overlapped_training_stays_close_to_zero_offload(stage: int, ranks: int, name: str) -> None:
+def test_overlapped_training_stays_close_to_zero_offload(
+    stage: int, ranks: int, name: str, where: str
+) -> None:
     """Forty steps of a steep descent; what the schemes reach on a real task is measured by
     bench_convergence.py."""
     fields, apart = CLOSE[name]
@@ -46,7 +49,7 @@ def test_overlapped_training_stays_close_to_zero_offload(stage: int, ranks: int,
     if name == "Lion":
         params = {"lr": lr, "betas": [0.9, 0.99], "weight_decay": 0.1}
         config["optimizer"] = {"type": "Lion", "params": params}
-    for expected, actual in run_ranks(ranks, with_and_without, config, 40):
+    for expected, actual in run_ranks(ranks, with_and_without, config, 40, device=where):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=apart)
         assert actual.losses != expected.losses
 

@@ -1,7 +1,10 @@
-"""The kernels on an accelerator beside their definition there."""
+"""The kernels beside their definition: on an accelerator, and in Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -50,3 +53,24 @@ def test_kernels_on_an_accelerator_equal_torch_operations_to_the_bit(first: int)
     kernels, operations = run_ranks(1, both_ways, (1 << 18) + 45, first, device="accelerator")[0]
     names = "predicted weights, states and weights"
     assert_same(kernels, operations, names)
+
+
+@pytest.mark.parametrize("cases", [4, pytest.param(1500, marks=pytest.mark.full)])
+def test_kernels_equal_their_definition_to_the_bit(cases: int) -> None:
+    """Invented lengths, blocks, offsets, dtypes and numbers, some not finite, negative zero or
+    subnormal."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.support.interpreted_kernels",
+        str(cases),
+        "1",
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, check=False, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{cases} cases"), done.stdout

@@ -10,6 +10,7 @@ import pytest
 
 from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.transfers import stream
+from deepspeed_ext.zenflow.transfers.chunks import ChunkOrder
 from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from tests.support.streams import plan_of, stream_of
@@ -207,3 +208,28 @@ def test_a_message_holds_the_tasks_of_one_chunk_of_elements(
         for part in message:
             stream.complete(None, [part])
             assert process.awaited.pop() == number
+
+
+# -- how many chunks are peeked at -----------------------------------------------------------------
+
+FORWARD, BACKWARD, PEEK, MANY = 0.25, 0.75, 16 / 28, 32
+"""In steps, and a peek in passes."""
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.0, 2.0, 4.0])
+def test_steps_wait_hardly_longer_than_with_the_best_number(seconds: float) -> None:
+    def waits(peeked: int) -> tuple[float, float]:
+        """For weights and for passes, if all passes take `seconds`."""
+        first = seconds * (1.0 - (1.0 - PEEK) * peeked / MANY)
+        for_weights = max(0.0, first - FORWARD)
+        rest = seconds * (1.0 + PEEK * peeked / MANY)
+        return for_weights, max(0.0, rest - FORWARD - BACKWARD - for_weights)
+
+    order, seen, last = ChunkOrder([MANY], 1, 1), list[float](), (0.0, 0.0)
+    assert order.peeked(MANY) == MANY
+    for _ in range(60):
+        order.follow(*last, 1.0 + sum(last))  # which are known one step late
+        last = waits(order.peeked(MANY))
+        seen.append(sum(last))
+    best = min(sum(waits(number)) for number in range(MANY + 1))
+    assert sum(seen[20:]) / 40 <= best + 0.03 * (1.0 + best)
