@@ -65,6 +65,50 @@ def speeds() -> Iterator[tuple[str, str]]:
     yield page, "over that without offload: {:.2f}, {:.2f} and {:.2f}.".format(*by_batch)
 
 
+def gpu_sentences() -> Iterator[tuple[str, str]]:
+    """Ratios in the sentences of the page of GPUs."""
+    page, zero = "docs/results/gpu.md", "ZeRO, no overflow check"
+    cases = (
+        *(("default_1x2048", "1x2048"), ("default_1x8192", "1x8192")),
+        ("decoder_step-1-5b-4x8192", "4x8192"),
+    )
+    first, second, third = (
+        _step(DEFAULT, result, f"ours, {batch}") / _step(DEFAULT, result, f"{zero}, {batch}")
+        for result, batch in cases
+    )
+    yield page, f"the default took {first:.2f}, {second:.2f} and {third:.2f} of the time of ZeRO-2"
+    ours, offload, fsdp, torchao = (
+        _step(RIVALS, "rivals", f"{way}, 1x8192")
+        for way in (
+            *("ours", "ZeRO-Offload", "FSDP2, CPUOffloadPolicy"),
+            "torchao CPUOffloadOptimizer, full bf16",
+        )
+    )
+    of_offload, of_fsdp = f"{ours / offload:.2f}", f"{ours / fsdp:.2f}"
+    of_torchao = f"{ours / torchao:.2f}"
+    yield (
+        page,
+        f"{of_offload} of ZeRO-Offload's, {of_fsdp} of FSDP2's and {of_torchao} of torchao's",
+    )
+    yield page, f"It is {of_offload} of ZeRO-Offload, {of_fsdp} of FSDP2, {of_torchao} of torchao"
+    exact = _step(RIVALS, "exact_1x8192", "ours, exact, 1x8192")
+    early = _step(RIVALS, "exact_1x8192", "ours, exact, weights in forward, 1x8192")
+    large = _step(RIVALS, "exact_4x8192", "ours, exact, weights in forward, 4x8192")
+    large /= _step(RIVALS, "exact_4x8192", "ZeRO-Offload, 4x8192")
+    yield page, f"Exact AdamW takes {exact / offload:.2f} of ZeRO-Offload's time**; with weights"
+    yield page, f"gone at stage 2, {early / offload:.2f} and {large:.2f}"
+    over = [
+        _step(DEFAULT, "exact", f"ours, exact, stage 3, {batch}")
+        / _step(DEFAULT, "exact", f"{way}, stage 3, {batch}")
+        for way in ("ZeRO-Offload", "ours, 14/2")
+        for batch in ("1x8192", "4x8192")
+    ]
+    ratios = (
+        "takes {:.2f} and {:.2f} of ZeRO-Offload's time, and {:.2f} and {:.2f} of the predictive"
+    )
+    yield page, ratios.format(*over)
+
+
 def _commit(task: str, rule: str, setting: str = "base") -> str:
     name = f"numerics/{task}__{rule}__{setting}__seed{SEEDS[0]}.json"
     return str(stored.read(name)["made"]["commit"])
@@ -162,6 +206,16 @@ def binding() -> Iterator[tuple[str, str]]:
             line = f"| {row['way']} | {tables.spread(row['step ms'])} | {ratios} |"
             yield "docs/results/core_binding.md", line
             bound[row["part"], row["way"]] = row["ratio"]
+    ways = ("taskset, OMP_NUM_THREADS", "upstream, in code", "ours, all threads")
+    launched, called, own = (f"{bound['offload', way]:.2f}" for way in ways)
+    theirs, mine = (
+        ", ".join(f"{bound[part, way]:.2f}" for way in ways) for part in ("upstream", "ours")
+    )
+    yield (
+        "docs/results/core_binding.md",
+        f"ZeRO-Offload takes {launched} bound at launch, {called} by upstream's calls, {own} by "
+        f"ours; DeepSpeed's ZenFlow {theirs}; our ZenFlow {mine}.",
+    )
     offload, ours = (bound[part, "ours, all threads"] for part in ("offload", "ours"))
     yield (
         "docs/results.md",
@@ -278,7 +332,7 @@ def beginnings() -> Iterator[tuple[str, str]]:
 @cache
 def said() -> tuple[tuple[str, str], ...]:
     """Everything, as page and words."""
-    measured = (speeds, shares, losses, gaps, fine_tune, passes, binding, beginnings)
+    measured = (speeds, gpu_sentences, shares, losses, gaps, fine_tune, passes, binding, beginnings)
     return tuple(found for part in (*measured, tables.lines) for found in part())
 
 
