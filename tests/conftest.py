@@ -27,7 +27,7 @@ with suppress(ImportError):  # a machine with a GPU may not have it
 
 SIMULATED_GPU_TESTS_ONE_IN = 36
 """`make test-sim` and `make test-full` run all of them."""
-ACCEPTANCE_ONE_IN = 6
+ACCEPTANCE_ONE_IN = 12
 """Of tests/acceptance in `make test`; run by its name it is whole."""
 _ON_SIM: set[str] = set()
 """Names of the tests that `--some-simulated` has chosen."""

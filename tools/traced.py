@@ -34,7 +34,7 @@ BY_HAND: dict[str, dict[str, str]] = {
         "2 %": "tests/unit/commands/memory/test_measured.py holds it",
         "12 GiB": "arithmetic: measured less planned, of results/gpu.md",
         "9 to 13 times": "of results/cpu_adam.md, Without the library",
-        "12 times": "of results/cpu_adam.md, Without AVX-512",
+        "3 times": "of results/cpu_adam.md, Without AVX-512",
         "1.24 times": PRINTED,
     },
     "docs/results/cpu_adam.md": {

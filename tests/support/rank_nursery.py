@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
@@ -182,10 +182,6 @@ class Nursery:
         script = Script(environment, module, tuple(arguments))
         return ForkedRank(self, self.ask(("fork", script), (out.fileno(), err.fileno())))
 
-    def load(self, *modules: str) -> None:
-        """Import more, for the ranks that are started from now on."""
-        self.ask(("load", modules))
-
     def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = ()) -> Any:
         with self._alone:
             socket.send_fds(self._socket, [pickle.dumps(order)], fds)
@@ -200,14 +196,6 @@ class Nursery:
         self._socket.close()
         self._process.kill()
         self._process.wait()
-
-
-def _load(modules: Iterable[str]) -> None:
-    for name in modules:
-        with suppress(ImportError):  # then no test needs it, or the one that does will say so
-            importlib.import_module(name)
-    # else every collection of every rank looks at all that was imported, for a third of a second
-    gc.freeze()
 
 
 def _ask_for_the_cpu_once() -> None:
@@ -239,9 +227,6 @@ def _serve(orders: socket.socket) -> None:
             for fd in fds:
                 os.close(fd)
             orders.send(pickle.dumps(pid))
-        elif what == "load":
-            _load(value)
-            orders.send(pickle.dumps(None))
         elif what == "threads":
             orders.send(pickle.dumps(_threads()))
         else:
@@ -256,7 +241,11 @@ def main() -> None:
 
         accelerator.install()
     _ask_for_the_cpu_once()
-    _load(WHAT_ENGINES_IMPORT)
+    for name in WHAT_ENGINES_IMPORT:
+        with suppress(ImportError):  # then no test needs it, or the one that does will say so
+            importlib.import_module(name)
+    # else every collection of every rank looks at all that was imported, for a third of a second
+    gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

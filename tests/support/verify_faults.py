@@ -19,9 +19,8 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 
 from deepspeed_ext.commands import verify
 from tests.support import ranks
-from tests.support.rank_nursery import Nursery
 
-__all__ = ["FAULTS", "MARK", "PARAMETER", "forked", "left_behind", "nursery"]
+__all__ = ["FAULTS", "MARK", "PARAMETER", "forked", "left_behind"]
 
 MARK = "DSEXT_TEST_VERIFY"
 """A variable of the ranks and of all that they start."""
@@ -119,20 +118,13 @@ class Faulty(verify.Rank):
             os._exit(7)
 
 
-def nursery() -> Nursery:
-    """The process that forks ranks. It ends with the thread that asks for it first."""
-    forks = ranks.nursery()
-    forks.load(verify.__name__, __name__)
-    return forks
-
-
 def forked(*faults: str) -> Callable[[Path, dict[str, str], BinaryIO], Any]:
     """What starts a rank with these faults; see `verify.start_rank`."""
 
     def start(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
         arguments = [str(folder), str(os.getpid()), json.dumps(faults)]
         environment = {**environment, MARK: "1", "OMP_NUM_THREADS": "1"}
-        return nursery().start_script(__name__, arguments, environment, log, log)
+        return ranks.nursery().start_script(__name__, arguments, environment, log, log)
 
     return start
 

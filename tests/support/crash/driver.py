@@ -2,7 +2,8 @@
 can be loaded.
 
 ``python -m tests.support.crash.driver FOLDER RANKS EVERY``, with `interpose.cpp` preloaded: at
-every call (1) or at every k-th one (EVERY = k; other ones for each victim). Prints one JSON object.
+every call (1), or at every k-th one of a cover of the cases (EVERY = k; other ones for each
+victim). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.main import write_from_arena
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
 from tests.support.crash.fork_ranks import run_forked
+from tests.support.matrix import cover
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
 NUMEL = 500
@@ -189,7 +191,8 @@ def main() -> None:
     crashes = 0
     gc.freeze()  # else a collection in each of hundreds of forks copies what was imported
     ways = [(MODES[0], False), (MODES[0], True), (MODES[1], False)]
-    for (mode, own_disks), tag, victim in product(ways, ("a", "b"), range(size)):
+    cases = list(product(ways, ("a", "b"), range(size)))
+    for (mode, own_disks), tag, victim in cases if every == 1 else cover(cases):
         crashed, call = True, 1 + victim % every - every
         while crashed:
             call += every

@@ -79,15 +79,14 @@ struct Moments {
     float m[kMostTile], v[kMostTile];
 };
 
-// Rounds the moments of a run within a block, and takes the rest of the step with the decoded
-// values.
-template <int64_t N, Dtype Y>
+// Rounds the moments of a run within a block, and takes the rest of the step with the decoded values. A store that may
+// not happen would keep the compiler from using vectors, so `kPublishes` is known to it.
+template <int64_t N, bool kPublishes, Dtype Y>
 INLINE void end_run(const AdamPass &a, int64_t first, int64_t numel, uint8_t m_stored, uint8_t v_stored,
                     float *__restrict m, float *__restrict v) {
-    const AdamStep &s = a.step;
+    const AdamStep s = a.step;
     const Scale m_scale = Scale::of(m_stored), v_scale = Scale::of(v_stored);
     const uint32_t number = a.first + static_cast<uint32_t>(first);
-    const bool publishes = a.l2_factor == 0.0f;
     float *__restrict p = a.p + first;
     auto *__restrict published = static_cast<typename Element<Y>::type *>(a.published) + first;
     int32_t m_codes[kMostBlock], v_codes[kMostBlock];
@@ -98,7 +97,7 @@ INLINE void end_run(const AdamPass &a, int64_t first, int64_t numel, uint8_t m_s
         float pi = p[i];
         const float inverse = update(s, pi, m[i], v[i]);
         p[i] = pi;
-        if (publishes) published[i] = Element<Y>::store(extrapolate(a, pi, m[i], inverse));
+        if (kPublishes) published[i] = Element<Y>::store(extrapolate(a, pi, m[i], inverse));
     }
     store<N>(m_codes, m_stored, numel, static_cast<int8_t *>(a.m) + first);
     store<N>(v_codes, v_stored, numel, static_cast<uint8_t *>(a.v) + first);
@@ -106,7 +105,7 @@ INLINE void end_run(const AdamPass &a, int64_t first, int64_t numel, uint8_t m_s
 
 // Takes the step of a tile, and publishes, unless y needs the block's mean of v. y may take the place of the gradient,
 // which is read before.
-template <Dtype G, Dtype Y>
+template <bool kPublishes, Dtype G, Dtype Y>
 INLINE void step(const AdamPass &a, int64_t first, int64_t last, Moments &t) {
     const AdamStep s = a.step;
     const int64_t numel = last - first, size = a.block_size;
@@ -121,9 +120,10 @@ INLINE void step(const AdamPass &a, int64_t first, int64_t last, Moments &t) {
     }
     for (int64_t i = 0, block = 0; i < numel; ++block) {
         const int64_t end = i + size < numel ? i + size : numel;
+        const uint8_t m_scale = m_scales[block], v_scale = v_scales[block];
         for (; i + kRun <= end; i += kRun)
-            end_run<kRun, Y>(a, first + i, kRun, m_scales[block], v_scales[block], t.m + i, t.v + i);
-        if (i < end) end_run<kAnyNumber, Y>(a, first + i, end - i, m_scales[block], v_scales[block], t.m + i, t.v + i);
+            end_run<kRun, kPublishes, Y>(a, first + i, kRun, m_scale, v_scale, t.m + i, t.v + i);
+        if (i < end) end_run<kAnyNumber, kPublishes, Y>(a, first + i, end - i, m_scale, v_scale, t.m + i, t.v + i);
         i = end;
     }
 }
@@ -136,7 +136,7 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
         decode<CodesOfM>(static_cast<const int8_t *>(a.m) + begin, a.m_scales[block], numel, t.m + begin - first);
         decode<CodesOfV>(static_cast<const uint8_t *>(a.v) + begin, a.v_scales[block], numel, t.v + begin - first);
     }
-    if (a.steps) step<G, Y>(a, first, last, t);
+    if (a.steps) a.l2_factor == 0.0f ? step<true, G, Y>(a, first, last, t) : step<false, G, Y>(a, first, last, t);
     end_tile<Y, kFloat32>(a, first, last, t.m, t.v);
 }
 

@@ -28,8 +28,7 @@ def test_a_start_names_the_block_size_that_keeps_them_apart(stage: int) -> None:
     config = zenflow_config(stage, torch.bfloat16)
     config["zero_optimization"].pop("sub_group_size", None)
     for log in run_ranks(2, told, config, 40, pool="tensor parallel"):
-        assert len(log) == 1
-        assert "zenflow.block_size = 8" in log[0]
+        assert ["zenflow.block_size = 8" in text for text in log] == [True]
     assert run_ranks(2, told, config, 64, pool="tensor parallel") == [[], []]
     config["zero_optimization"]["zenflow"]["block_size"] = 8
     assert run_ranks(2, told, config, 40, pool="tensor parallel") == [[], []]
