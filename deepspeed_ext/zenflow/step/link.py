@@ -119,8 +119,7 @@ class WorkerLink:
         self.page_locks = PageLocks()
         self.is_in_flight = self.is_unread = False
         self.write_wait_seconds = 0.0
-        self._ranks = ranks
-        self.metrics = metrics
+        self._ranks, self.metrics = ranks, metrics
         self._kept = DeferredError(_told)
         self._gradients = 0
         self._timeout_seconds = threads.timeout_seconds

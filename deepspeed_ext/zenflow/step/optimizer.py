@@ -8,6 +8,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -308,7 +309,7 @@ class HostOptimizer:
 
     def close(self) -> None:
         """Stop the worker, and free p and the moments; weights stay readable. Idempotent."""
-        if self.link.home.is_here:
+        if self.link.home.is_here and not sys.is_finalizing():  # which frees the weights, too
             self.link.complete()
         self.state.is_open = False
         self.link.close()

@@ -1,5 +1,5 @@
 """A script may end without ``engine.destroy()``, as most do: its exit status is 0, also while exact
-weights are on their way."""
+weights are on their way. The interpreter's end frees the weights when it destroys the engine."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ import sys
 
 import deepspeed
 import pytest
-import torch
 
 import deepspeed_ext
 from tests.support.forked import run_forked
+from tests.support.models import OddModel, batches
+from tests.support.zenflow import train as steps
+from tests.support.zenflow import zenflow_config
 
 
 def train(stage: int, rule: str) -> None:
-    zero = {"stage": stage, "zenflow": {"update_rule": rule, "full_warm_up_rounds": 1}}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero,
-    }
     deepspeed_ext.enable()
-    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
-    for _ in range(3):
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
-        engine.step()
+    config = zenflow_config(stage, update_rule=rule)
+    engine, *_ = deepspeed.initialize(model=OddModel(), config=config)
+    steps(engine, batches(3, 0))
     sys.stdout.write("trained\n")
 
 
