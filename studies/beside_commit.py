@@ -85,7 +85,7 @@ class Side:
     """One commit, in a folder."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
-        self._tree, self._folder = tree, folder
+        self._folder = folder
         self._environment = {
             **os.environ,
             **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),

@@ -191,7 +191,7 @@ def _on_host(tensor: torch.Tensor, pins: bool) -> torch.Tensor:
     return copy.view(tensor.shape).copy_(tensor.data)
 
 
-# -- page-locked memory of others ------------------------------------------------------------------
+# -- page-locking what there is --------------------------------------------------------------------
 
 _left: list[Any] = []
 """Objects kept in memory until the process ends."""
