@@ -156,7 +156,7 @@ def start_optimizer(
     rule = RULES[plan.rule.name](plan, partitions, link, kind, ranks)
     store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
-    host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=is_on_cpu)
+    host.first_steps = _first_steps(start, plan, threads, metrics)
     return host
 
 
@@ -203,26 +203,22 @@ def _agreed_plan(facts: ZenFlowFacts, start: ZenFlowStart) -> ZenFlowPlan:
 
 
 def _first_steps(
-    start: ZenFlowStart,
-    plan: ZenFlowPlan,
-    threads: WorkerThreads,
-    metrics: Metrics,
-    *,
-    is_on_cpu: bool,
+    start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads, metrics: Metrics
 ) -> FirstSteps | None:
     """What chooses a better plan and says what limits a step; None: there is nothing to choose, and
-    steps hide nothing.
+    steps hide nothing, or weights arrive in the forward.
 
     Threads stay under a rule with limits (`RuleSettings.limits`), on the CPU as accelerator, where
-    the pass and forward share cores, with exact weights that arrive in forward, where no step
-    is synchronous, and where they are pinned near their memory.
+    the pass and forward share cores, and where they are pinned near their memory.
     """
     config, rule, count = start.config, plan.rule, threads.count
+    if plan.wait is Wait.FORWARD and not rule.overlapped:
+        return None
     pinned = threads.placement is not None and threads.placement.pin_each_thread
-    is_late = plan.wait is Wait.FORWARD and not rule.overlapped
-    stay = pinned or is_on_cpu or is_late or rule.limits or not config.autotune
+    is_on_cpu = get_accelerator().is_synchronized_device()
+    stay = pinned or is_on_cpu or rule.limits or not config.autotune
     counts = (count,) if stay else thread_counts(count)
-    if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):
+    if not (rule.overlapped or plan.streams_in_step or plan.measures_share or len(counts) > 1):
         return None
     of_rank = None if start.binding is None else start.binding.cores
     cores = None if of_rank is None else (count, of_rank)

@@ -103,11 +103,9 @@ class _Planner:
         places, of_copies = self.landing(places, share.on_host)
         shortage = self.host_shortage(places, share.on_host)
         if shortage is not None:
-            other = "set zenflow.gradients_on_host to false, or "
-            instead = other if places.copies is Copies.WEIGHTS else ""
-            shortage = (
-                f"the optimizer's state needs {shortage}: {instead}use more hosts or more memory"
-            )
+            goes = "set zenflow.gradients_on_host to false, or "
+            or_stay = goes if places.copies is Copies.WEIGHTS else ""
+            shortage = f"the optimizer's state needs {shortage}: {or_stay}use more hosts or memory"
         return replace(
             self.draft(self.facts.mine.partitions, places, share.on_host),
             measures_share=share.is_measured,
@@ -143,8 +141,7 @@ class _Planner:
         back; if y fits in its gradient's place; and if slots take less memory than whole gradients.
         """
         total = sum(each.on_host * each.times for each in plan.partitions)
-        largest = max((each.on_host for each in plan.partitions), default=0)
-        numel = min(plan.chunk_numel, largest)
+        numel = plan.largest_chunk
         is_read = self.rule.slots(plan.source) > 1 or not y_replaces_gradient(plan)
         is_beside = plan.copies is Copies.BESIDE_STEP and not is_read
         return numel if is_beside and SLOTS_OF_CHUNKS * numel < total else 0
@@ -242,10 +239,8 @@ class _Planner:
         drafts, fraction = self.drafts(_BESIDE, 1.0), self.config.offload_reserve_fraction
 
         def least(rank: RankFacts) -> int:
-            draft, reserve = (
-                drafts[rank.partitions],
-                round((rank.accelerator_total or 0) * fraction),
-            )
+            draft = drafts[rank.partitions]
+            reserve = round((rank.accelerator_total or 0) * fraction)
             room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
             return times.least_units(draft, room - times.accelerator_bytes(draft))
 
@@ -298,16 +293,11 @@ class _Planner:
     def tightest(self) -> RankFacts | None:
         """The first rank whose accelerator has no room for gradients. Landing buffers would not fit
         beside gradients that take too much of an accelerator."""
-        return next(
-            (
-                rank
-                for rank in self.facts.ranks
-                if rank.accelerator_free is not None
-                and self._gradient_bytes(rank.partitions)
-                > MOST_FOR_GRADIENTS * rank.accelerator_free
-            ),
-            None,
-        )
+        for rank in self.facts.ranks:
+            free = math.inf if rank.accelerator_free is None else rank.accelerator_free
+            if self._gradient_bytes(rank.partitions) > MOST_FOR_GRADIENTS * free:
+                return rank
+        return None
 
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
@@ -319,7 +309,8 @@ class _Planner:
         copied = summed * largest if caller.partitions_weights or summed == weights else 0
         converted = handed_over * largest if handed_over != summed else 0
         # without that, a rank keeps other ranks' gradients, too, until they are reduced
-        kept = summed * _total(partitions) * (1 if caller.takes_gradients else caller.ranks)
+        total = sum(run.numel * run.times for run in partitions)
+        kept = summed * total * (1 if caller.takes_gradients else caller.ranks)
         return kept + copied + converted
 
     def _later(self, partitions: Partitions) -> int:
@@ -332,8 +323,7 @@ class _Planner:
         """Whether y lands on the accelerator beside the next step."""
         inside = f"copies {Copies.INSIDE_STEP.value}"
         if places.copies is not Copies.INSIDE_STEP:
-            why = "the host computes the weights"
-            return places, f"no copies of gradients and y: {why}"
+            return places, "no copies of gradients and y: the host computes the weights"
         if self.peeks:
             return places, f"{inside}: exact weights are copied to where they are used"
         if self.facts.refuses_landing:
@@ -377,7 +367,3 @@ class _Planner:
                     f"host, but {max(0, available):,} are available"
                 )
         return None
-
-
-def _total(partitions: Partitions) -> int:
-    return sum(run.numel * run.times for run in partitions)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS
-from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait, chunk_numel
+from deepspeed_ext.zenflow.plan.places import Copies, Place, Source, Wait
 from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
@@ -158,9 +158,8 @@ class Held:
             most = max(each.on_host for each in plan.partitions)
             yield passing(item * most, 2), [(Phase.START, "build")]
         if plan.predicts_in_chunks:
-            total = sum(each.on_host * each.times for each in plan.partitions)
-            numel = min(self._largest.on_host, chunk_numel(total, plan.rule.block_size))
-            yield Part("weights on their way", 2 * item * numel, Memory.PAGE_LOCKED), [_HELD]
+            nbytes = 2 * item * plan.largest_chunk
+            yield Part("weights on their way", nbytes, Memory.PAGE_LOCKED), [_HELD]
         moments = ("export", "module") if plan.saves_beside else ("export", "module", "state")
         shown = Part("shown state", plan.head_bytes, Memory.ARENA)
         yield shown, [(Phase.SAVE, moment) for moment in moments]

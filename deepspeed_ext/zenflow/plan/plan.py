@@ -94,6 +94,11 @@ class ZenFlowPlan:
         """Whether the host predicts weights chunk by chunk, which arrive as peeked ones do."""
         return self.rule.estimates and self.copies is Copies.WEIGHTS
 
+    @property
+    def streams_in_step(self) -> bool:
+        """Whether a step waits for weights that could arrive in the next forward at stage 3."""
+        return self.wait is Wait.STEP and (self.peeks or self.predicts_in_chunks)
+
     @cached_property
     def copies(self) -> Copies:
         return self.places.copies
@@ -133,6 +138,11 @@ class ZenFlowPlan:
         return chunk_numel(
             sum(each.on_host * each.times for each in self.partitions), self.rule.block_size
         )
+
+    @property
+    def largest_chunk(self) -> int:
+        """Elements of the largest chunk there is."""
+        return min(self.chunk_numel, max((each.on_host for each in self.partitions), default=0))
 
     @property
     def lifts_per_block(self) -> bool:
@@ -190,13 +200,9 @@ class ZenFlowPlan:
         weights that the worker has peeked at, on their way up."""
         for slot in range(SLOTS_OF_CHUNKS if self.is_in_transit else 0):
             yield self._gradient(self.slot_numel, OF_CHUNKS, slot)
-        if self.peeks:
-            most = max((each.on_host for each in self.partitions), default=0)
-            numel = min(self.chunk_numel, most)
-            for slot in range(SLOTS_OF_CHUNKS):
-                yield ArraySpec(
-                    "y", self.caller.weights_dtype, numel, OF_CHUNKS, slot, exchanged=True
-                )
+        for slot in range(SLOTS_OF_CHUNKS if self.peeks else 0):
+            dtype = self.caller.weights_dtype
+            yield ArraySpec("y", dtype, self.largest_chunk, OF_CHUNKS, slot, exchanged=True)
 
     def times_of(self, spec: ArraySpec) -> int:
         """How many arrays a spec of `arena` stands for."""

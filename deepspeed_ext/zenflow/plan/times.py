@@ -261,14 +261,19 @@ class MeasuredStep:
         return 0.0 if self.link else max(0.0, self.wait - max(0.0, self.worker - busy))
 
 
-def limit_line(step: MeasuredStep, cores: tuple[int, int] | None = None) -> str:
+def limit_line(
+    step: MeasuredStep, cores: tuple[int, int] | None = None, *, streams: bool = False
+) -> str:
     """What limits `step`, in one line.
 
     Args:
         cores: those of the optimizer process, and all of its rank; None: not known.
+        streams: whether the step waits for weights that stage 3 lets arrive in the next forward.
     """
     of_cores = "" if cores is None else " ({} of {} cores)".format(*cores)
     told = _TOLD[step.limit].format(cores=of_cores)
+    if streams and (most := round(step.exposed_copies * 1e3)):
+        told += f"; at stage 3 the next forward would hide up to {most} ms of it"
     return f"ZenFlow: a step takes {step.slowdown:.2f}x its time without the optimizer; {told}"
 
 

@@ -73,18 +73,18 @@ class FirstSteps:
         if waited is not schedule.plan().waits_last:  # the coming step is of the other kind
             self._steps = 0
         enough = times.MEASURED_STEPS if waited else times.WATCHED_STEPS
-        if self._steps < enough or not schedule.is_settled:
-            return
-        if waited and host.decided.rule.overlapped:
+        overlaps_later = waited and host.decided.rule.overlapped
+        if self._steps < enough or not schedule.is_settled or overlaps_later:
             return
         if not self.is_chosen and self._choose(host):
             self._steps = 0  # what was measured is the other plan's
             self._metrics.begin_anew()
             return
         self._is_over = True
-        step = None if waited else self._metrics.typical_step()
+        streams = host.decided.streams_in_step
+        step = self._metrics.typical_step() if streams or not waited else None
         if step is not None and host.ranks.rank == 0:
-            logger.info(times.limit_line(step, self._cores))
+            logger.info(times.limit_line(step, self._cores, streams=streams))
 
     def _note_alone(self, host: HostOptimizer) -> None:
         """A synchronous step has ended: note its pass, and set the threads of the next one."""

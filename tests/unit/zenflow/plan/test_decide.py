@@ -96,6 +96,26 @@ def test_exact_weights_arrive_in_the_forward_at_stage_3(
     assert plan_of(facts, **config).wait is expected
 
 
+@pytest.mark.parametrize(
+    ("config", "streams"),
+    [
+        ({"update_rule": "exact"}, True),
+        ({"gradients_on_host": True}, True),
+        ({"gradients_on_host": False}, False),
+        ({"update_rule": "exact", "overlap_step": False}, False),
+    ],
+)
+def test_what_stage_3_would_let_arrive_in_the_forward(
+    config: dict[str, Any], streams: bool
+) -> None:
+    of_stage_2, of_stage_3 = (
+        plan_of(facts_of(one_rank(1 << 20), partitions_weights=is_3), **config)
+        for is_3 in (False, True)
+    )
+    assert of_stage_2.streams_in_step is streams
+    assert not of_stage_3.streams_in_step
+
+
 def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
     facts = facts_of(one_rank(1 << 20, free=1 << 40, total=1 << 40), partitions_weights=True)
     exact = plan_of(facts, host_share=None, update_rule="exact")

@@ -317,6 +317,12 @@ def test_a_line_says_what_limits(
     told = limit_line(measured, cores)
     assert told.startswith("ZenFlow: a step takes ")
     assert line in told
+    assert "stage 3" not in told
+
+
+def test_a_step_that_waits_for_weights_is_told_what_stage_3_would_hide() -> None:
+    told = limit_line(Step(1.0, 0.30, 0.28, 1.22), streams=True)
+    assert told.endswith("; at stage 3 the next forward would hide up to 80 ms of it")
 
 
 # -- what a step waits -----------------------------------------------------------------------------
