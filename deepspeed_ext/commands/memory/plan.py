@@ -25,8 +25,8 @@ from deepspeed_ext.zenflow.plan.held import (
     Part,
     Phase,
     nbytes_of,
-    parts_within,
     passing,
+    peaks,
 )
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -44,22 +44,23 @@ class MemoryPlan:
     setup: Setup
     zenflow: ZenFlowPlan | None
 
-    def _parts(self, *, is_first: bool) -> Mapping[tuple[Place, Phase], tuple[Part, ...]]:
+    def _peaks(self, place: Place, *, is_first: bool) -> Mapping[Phase, tuple[Part, ...]]:
         holders: list[Holder] = [Zero(self, is_first=is_first)]
         holders += [] if self.zenflow is None else [Held(self.zenflow)]
-        return {(place, at): parts_within(holders, place, at) for place in PLACES for at in Phase}
+        return peaks(holders, place)
 
     @cached_property
     def parts(self) -> Mapping[tuple[Place, Phase], tuple[Part, ...]]:
         """Memory of the job's first rank at the largest moment of a phase, by place and phase. Only
         this rank writes the module in a save."""
-        return self._parts(is_first=True)
+        of_places = {place: self._peaks(place, is_first=True) for place in PLACES}
+        return {(place, at): of_places[place][at] for place in PLACES for at in Phase}
 
     @cached_property
     def others(self) -> Mapping[Phase, int]:
         """Host bytes of every other rank, by phase."""
-        parts = self._parts(is_first=False)
-        return {phase: nbytes_of(parts[Place.HOST, phase]) for phase in Phase}
+        found = self._peaks(Place.HOST, is_first=False)
+        return {phase: nbytes_of(parts) for phase, parts in found.items()}
 
     def nbytes(self, place: Place, phase: Phase) -> int:
         """Maximum bytes of a rank within a phase."""
@@ -142,9 +143,8 @@ class Zero:
         of_sums = _here(sums, "gradients", locks=setup.pins)  # arrays of parameters: not rounded
         return [*self._built_here(), of_sums, _here(setup.offload * moments, "optimizer")]
 
-    def moments(self, place: Place, phase: Phase) -> Moments:
-        found = self._of_gpu() if place is Place.ACCELERATOR else self._of_host()
-        return found.get(phase, {})
+    def moments(self, place: Place) -> Mapping[Phase, Moments]:
+        return self._of_gpu() if place is Place.ACCELERATOR else self._of_host()
 
     # -- on the accelerator ------------------------------------------------------------------------
 

@@ -70,15 +70,22 @@ class Holder(Protocol):
     def held(self, place: Place) -> Sequence[Part]:
         """What it holds between steps."""
 
-    def moments(self, place: Place, phase: Phase) -> Moments:
-        """What it holds in addition or, if the phase does not keep `held`, instead."""
+    def moments(self, place: Place) -> Mapping[Phase, Moments]:
+        """What it holds in addition or, in phases that do not keep `held`, instead."""
 
 
-def parts_within(holders: Sequence[Holder], place: Place, phase: Phase) -> tuple[Part, ...]:
-    """What `holders` hold together at a phase's peak, without empty parts; those of one kind and
+def peaks(holders: Sequence[Holder], place: Place) -> Mapping[Phase, tuple[Part, ...]]:
+    """What `holders` hold together at each phase's peak, without empty parts; those of one kind and
     memory are one."""
-    held = [part for holder in holders for part in holder.held(place)] if phase.keeps else []
-    found = [holder.moments(place, phase) for holder in holders]
+    held = [part for holder in holders for part in holder.held(place)]
+    found = [holder.moments(place) for holder in holders]
+    return {
+        phase: _peak(held if phase.keeps else [], [each.get(phase, {}) for each in found])
+        for phase in Phase
+    }
+
+
+def _peak(held: Sequence[Part], found: Sequence[Moments]) -> tuple[Part, ...]:
     names = dict.fromkeys(chain(*found)) or [""]
     moments = ([*held, *chain(*(each.get(name, ()) for each in found))] for name in names)
     kinds: dict[tuple[str, Memory], int] = {}
@@ -111,7 +118,7 @@ class Held:
 
     def parts(self, place: Place, phase: Phase) -> tuple[Part, ...]:
         """What ZenFlow holds at a phase's peak."""
-        return parts_within([self], place, phase)
+        return peaks([self], place)[phase]
 
     def nbytes(self, place: Place, phase: Phase) -> int:
         return nbytes_of(self.parts(place, phase))
@@ -119,11 +126,12 @@ class Held:
     def held(self, place: Place) -> list[Part]:
         return [part for part, when in self._rows(place) if _HELD in when]
 
-    def moments(self, place: Place, phase: Phase) -> Moments:
-        found: dict[str, list[Part]] = {}
+    def moments(self, place: Place) -> Mapping[Phase, Moments]:
+        found: dict[Phase, dict[str, list[Part]]] = {}
         for part, when in self._rows(place):
-            for moment in (moment for at, moment in when if at is phase and (at, moment) != _HELD):
-                found.setdefault(moment, []).append(part)
+            for phase, moment in when:
+                if (phase, moment) != _HELD:
+                    found.setdefault(phase, {}).setdefault(moment, []).append(part)
         return found
 
     def _rows(self, place: Place) -> Iterator[Row]:

@@ -235,7 +235,7 @@ def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -
     assert held is not None
     (copy,) = (
         part
-        for part in Held(held).moments(Place.HOST, Phase.SAVE)["module"]
+        for part in Held(held).moments(Place.HOST)[Phase.SAVE]["module"]
         if part.kind == "copy of the rule's state"
     )
     blocks = 2**20 // 32

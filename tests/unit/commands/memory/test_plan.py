@@ -18,7 +18,7 @@ from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Machine, Setup, read_config
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.held import Memory, Part, Phase, parts_within
+from deepspeed_ext.zenflow.plan.held import Memory, Part, Phase, peaks
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from tests.support.paths import ROOT
@@ -29,8 +29,9 @@ MIB, GIB = 1 << 20, 1 << 30
 def test_a_phase_is_its_largest_moment() -> None:
     low = [Part("a", 3, Memory.PAGEABLE), Part("b", 2, Memory.PAGEABLE)]
     high = [*(Part("c", size, Memory.PAGEABLE) for size in (4, 2)), Part("d", 0, Memory.PAGEABLE)]
-    holder: Any = SimpleNamespace(held=lambda _: [], moments=lambda *_: {"low": low, "high": high})
-    assert parts_within([holder], Place.HOST, Phase.STEP) == (Part("c", 6, Memory.PAGEABLE),)
+    step = {Phase.STEP: {"low": low, "high": high}}
+    holder: Any = SimpleNamespace(held=lambda _: [], moments=lambda _: step)
+    assert peaks([holder], Place.HOST)[Phase.STEP] == (Part("c", 6, Memory.PAGEABLE),)
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(1, (8 + 4 + 4 + 2) * 1001), (2, (8 + 4 + 2) * 501)])
