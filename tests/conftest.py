@@ -19,12 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-with suppress(ImportError):  # a machine with a GPU may not have it
-    from hypothesis import settings
-
-    settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
-    settings.load_profile("untimed")
-
 SIMULATED_GPU_TESTS_ONE_IN = 36
 """`make test-sim` and `make test-full` run all of them."""
 ACCEPTANCE_ONE_IN = 12
@@ -59,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with suppress(ImportError):  # a machine with a GPU may not have it
+        from hypothesis import settings
+
+        many = 300 if config.getoption("full") else 100
+        settings.register_profile("untimed", deadline=None, max_examples=many)  # may be busy
+        settings.load_profile("untimed")
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests:  # the process that only shares out files among others needs no torch
         import deepspeed_ext.zenflow.worker.kernel.definition  # noqa: F401 (makes the first calls)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.errors import UnsupportedError
@@ -31,7 +31,6 @@ parameters = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(parameters, st.integers(0, 200))
 def test_every_parameter_of_a_fetch_is_gathered_once_and_in_order(
     known: list[ParameterFacts], min_numel: int
@@ -46,7 +45,6 @@ def test_every_parameter_of_a_fetch_is_gathered_once_and_in_order(
     assert set(fetch.upstream) == set(plan.reasons)
 
 
-@settings(max_examples=200, deadline=None)
 @given(parameters, st.integers(0, 200))
 def test_buckets_are_worth_a_collective_and_bounded(
     known: list[ParameterFacts], min_numel: int
@@ -62,7 +60,6 @@ def test_buckets_are_worth_a_collective_and_bounded(
     assert sum(plan.numels[i] < min_numel for i in fetch.singles) <= 1 + len(fetch.buckets)
 
 
-@settings(deadline=None)
 @given(parameters, st.integers(0, 200), st.randoms())
 def test_the_plan_does_not_depend_on_the_order_of_the_facts(
     known: list[ParameterFacts], min_numel: int, rng: random.Random

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
@@ -22,7 +22,6 @@ def partitions_of(plan: MemoryPlan) -> int:
     return sum(run.times for run in plan.setup.partitions(plan.model, plan.machine))
 
 
-@settings(deadline=None, max_examples=150)
 @given(setup=setups(), dtype=DTYPES, params=PARAMS, ranks=st.integers(1, 64))
 def test_bytes_are_whole_and_parts_add_up(
     setup: Setup, dtype: str, params: int, ranks: int
@@ -41,7 +40,6 @@ def test_bytes_are_whole_and_parts_add_up(
     assert all(plan.page_locked(phase) <= plan.nbytes(Place.HOST, phase) for phase in Phase)
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     setup=setups(),
     dtype=DTYPES,
@@ -62,7 +60,6 @@ def test_more_parameters_never_take_less(
         assert few.nbytes(Place.HOST, phase) <= many.nbytes(Place.HOST, phase) + pages
 
 
-@settings(deadline=None, max_examples=100)
 @given(setup=setups(), dtype=DTYPES, params=st.integers(1, 10**9), ranks=st.integers(1, 8))
 def test_bytes_of_the_arena_are_the_pages_of_its_layout(
     setup: Setup, dtype: str, params: int, ranks: int

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.commands.memory.model import Shape, known, read_shape, typical
@@ -135,7 +135,6 @@ values = st.recursive(
 FIELDS = [*SHAPES, *EXPERTS, "tie_word_embeddings", "attention_bias", "model_type", "text_config"]
 
 
-@settings(deadline=None, max_examples=200)
 @given(changed=st.dictionaries(st.sampled_from(FIELDS), values, max_size=4))
 def test_any_json_has_a_shape_or_is_refused(
     changed: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
@@ -393,7 +393,6 @@ def runs_of(draw: st.DrawFn) -> tuple[ZenFlowFacts, dict[str, Any], float | None
 
 
 @given(runs_of())
-@settings(max_examples=300, deadline=None)
 def test_all_ranks_decide_alike_and_always_the_same(
     case: tuple[ZenFlowFacts, dict[str, Any], float | None],
 ) -> None:
@@ -409,7 +408,6 @@ def test_all_ranks_decide_alike_and_always_the_same(
 
 
 @given(runs_of())
-@settings(max_examples=300, deadline=None)
 def test_every_byte_of_the_arena_belongs_to_something(
     case: tuple[ZenFlowFacts, dict[str, Any], float | None],
 ) -> None:
@@ -451,7 +449,6 @@ RANK = {
 
 
 @given(runs_of(), st.floats(1.0, 4.0))
-@settings(max_examples=400, deadline=None)
 def test_more_memory_of_the_accelerator_never_takes_anything_off_it(
     case: tuple[ZenFlowFacts, dict[str, Any], float | None], factor: float
 ) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
@@ -61,7 +61,6 @@ def test_without_overlap_every_step_is_exact() -> None:
     assert {(p.wait, p.handed_over, p.publish_ahead) for p in plans} == {(Wait.STEP, 1, False)}
 
 
-@settings(deadline=None)
 @given(cut=st.integers(0, 60), rest=st.integers(0, 40))
 def test_a_restored_schedule_continues(cut: int, rest: int) -> None:
     straight = PredictiveSchedule(overlap=True, warm_up_steps=None)
@@ -82,7 +81,6 @@ LOAD = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     warm_up=st.one_of(st.none(), st.integers(0, 9)),
     events=st.lists(st.one_of(STEPS, LOAD, st.just(("restart", None))), max_size=8),

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.worker.kernel.definition import decode, encode
@@ -57,7 +57,6 @@ def by_definition(values: list[float], most: int, up_by: int) -> tuple[list[int]
     return codes, exponent + 127
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     values=st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=32),
     up_by=st.integers(0, 2**16 - 1),
@@ -79,7 +78,6 @@ def test_codes_are_what_the_definition_says(values: list[float], up_by: int) -> 
         assert torch.equal(codes.float(), codes.float().abs() * signs)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     values=st.lists(
         st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
@@ -99,7 +99,6 @@ def codes_of(generator: torch.Generator, n: int, blocks: int) -> Tensors:
     return {"m": m, "v": v, "m_scales": scales[0], "v_scales": scales[1]}
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
 @given(st.data())
 def test_vectors_write_the_bits_of_the_definition(data: st.DataObject) -> None:
     """Of drawn types, lengths, starts, blocks, steps and values."""
@@ -167,7 +166,6 @@ def test_roots_of_all_codes_of_v_are_right(scale: int) -> None:
     assert len(both[1]["p"][v > 0].unique()) > 200, "each code moves its weight differently"
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_codes_near_squares_are_those_of_the_definition(data: st.DataObject) -> None:
     """Where the code changes: squares, their neighbours in fp32, and half of the largest value."""
