@@ -28,7 +28,6 @@ _ON_SIM: set[str] = set()
 _RUN_RANKS = ("run_ranks", "run_fresh_ranks", "failed_resumes")
 _LONGEST_FIRST = {"faults", "manual", "harness", "commands"}
 """Folders."""
-NO_ACCELERATOR = "needs an accelerator, and this machine has none"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -111,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         for item in items:
             if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
-                item.add_marker(pytest.mark.skip(reason=NO_ACCELERATOR))
+                item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
     # With several processes (-n), the files with the longest
     # tests come first: none of them is left for the end.
     items.sort(key=lambda item: _LONGEST_FIRST.isdisjoint(item.path.parts))

@@ -16,6 +16,7 @@ import sys
 import time
 
 from tests.simulated.cases import CASES, check, seeded
+from tests.support.ranks import fork_workers
 
 MOST_FAILURES = 10
 
@@ -28,22 +29,21 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", default="", help="only cases whose names contain this")
     arguments = parser.parse_args()
+    fork_workers()
     cases = [case for case in CASES if arguments.only in str(case)]
-    begin, failures = time.monotonic(), 0
+    begin, done, failures = time.monotonic(), 0, 0
     for case in cases:
         check(case, "held")
     print(
         f"{len(cases)} cases in held order: equal to the CPU ({time.monotonic() - begin:.0f} s)",
         flush=True,
     )
-    done = 0
-    for case, seed in seeded(arguments.first, arguments.seeds, cases):
+    for done, (case, seed) in enumerate(seeded(arguments.first, arguments.seeds, cases), start=1):
         try:
             check(case, "seeded", seed)
         except AssertionError as error:
             failures += 1
             print(f"seed {seed}, {case}: {error}", flush=True)
-        done += 1
         if failures >= MOST_FAILURES:
             break
         if done % 100 == 0:

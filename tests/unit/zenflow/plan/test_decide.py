@@ -80,40 +80,23 @@ def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str
 
 
 @pytest.mark.parametrize(
-    ("partitions_weights", "config", "expected"),
+    ("partitions_weights", "config", "expected", "streams_in_step"),
     [
-        (True, {"update_rule": "exact"}, Wait.FORWARD),
-        (False, {"update_rule": "exact"}, Wait.STEP),
-        (True, {"update_rule": "exact", "overlap_step": False}, Wait.STEP),
-        (True, {}, Wait.STEP),
-        (True, {"topk_ratio": 0.1}, Wait.STEP),
+        (True, {"update_rule": "exact"}, Wait.FORWARD, False),
+        (False, {"update_rule": "exact"}, Wait.STEP, True),
+        (False, {"gradients_on_host": True}, Wait.STEP, True),
+        (False, {}, Wait.STEP, False),
+        (True, {"update_rule": "exact", "overlap_step": False}, Wait.STEP, False),
+        (True, {}, Wait.STEP, False),
+        (True, {"topk_ratio": 0.1}, Wait.STEP, False),
     ],
 )
-def test_exact_weights_arrive_in_the_forward_at_stage_3(
-    partitions_weights: bool, config: dict[str, Any], expected: Wait
+def test_exact_weights_arrive_in_the_forward_at_stage_3_and_in_the_step_below(
+    partitions_weights: bool, config: dict[str, Any], expected: Wait, streams_in_step: bool
 ) -> None:
     facts = facts_of(one_rank(1 << 20), ranks=2, partitions_weights=partitions_weights)
-    assert plan_of(facts, **config).wait is expected
-
-
-@pytest.mark.parametrize(
-    ("config", "streams"),
-    [
-        ({"update_rule": "exact"}, True),
-        ({"gradients_on_host": True}, True),
-        ({"gradients_on_host": False}, False),
-        ({"update_rule": "exact", "overlap_step": False}, False),
-    ],
-)
-def test_what_stage_3_would_let_arrive_in_the_forward(
-    config: dict[str, Any], streams: bool
-) -> None:
-    of_stage_2, of_stage_3 = (
-        plan_of(facts_of(one_rank(1 << 20), partitions_weights=is_3), **config)
-        for is_3 in (False, True)
-    )
-    assert of_stage_2.streams_in_step is streams
-    assert not of_stage_3.streams_in_step
+    plan = plan_of(facts, **config)
+    assert (plan.wait, plan.streams_in_step) == (expected, streams_in_step)
 
 
 def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
