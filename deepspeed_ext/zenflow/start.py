@@ -24,7 +24,7 @@ from deepspeed_ext.zenflow.optimizers import kind_of
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Ratio, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Wait
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, streams_in_step
 from deepspeed_ext.zenflow.plan.times import thread_counts
 from deepspeed_ext.zenflow.rules import RULES
 from deepspeed_ext.zenflow.step.first_steps import FirstSteps
@@ -218,7 +218,7 @@ def _first_steps(
     is_on_cpu = get_accelerator().is_synchronized_device()
     stay = pinned or is_on_cpu or rule.limits or not config.autotune
     counts = (count,) if stay else thread_counts(count)
-    if not (rule.overlapped or plan.streams_in_step or plan.measures_share or len(counts) > 1):
+    if not (rule.overlapped or streams_in_step(plan) or plan.measures_share or len(counts) > 1):
         return None
     of_rank = None if start.binding is None else start.binding.cores
     cores = None if of_rank is None else (count, of_rank)

@@ -94,11 +94,6 @@ class ZenFlowPlan:
         """Whether the host predicts weights chunk by chunk, which arrive as peeked ones do."""
         return self.rule.estimates and self.copies is Copies.WEIGHTS
 
-    @property
-    def streams_in_step(self) -> bool:
-        """Whether a step waits for weights that could arrive in the next forward at stage 3."""
-        return self.wait is Wait.STEP and (self.peeks or self.predicts_in_chunks)
-
     @cached_property
     def copies(self) -> Copies:
         return self.places.copies
@@ -106,10 +101,6 @@ class ZenFlowPlan:
     @cached_property
     def source(self) -> Source:
         return self.places.source
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        return (self.share_reason, *self.other_reasons)
 
     @property
     def decisions(self) -> tuple[object, ...]:
@@ -238,6 +229,11 @@ class ZenFlowPlan:
     def head_bytes(self) -> int:
         """Bytes of the optimizer's state on the accelerator."""
         return sum(self.rule.head_bytes(each.head) * each.times for each in self.partitions)
+
+
+def streams_in_step(plan: ZenFlowPlan) -> bool:
+    """Whether a step waits for weights that could arrive in the next forward at stage 3."""
+    return plan.wait is Wait.STEP and (plan.peeks or plan.predicts_in_chunks)
 
 
 def y_replaces_gradient(plan: ZenFlowPlan) -> bool:

@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan import times
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, streams_in_step
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -81,7 +81,7 @@ class FirstSteps:
             self._metrics.begin_anew()
             return
         self._is_over = True
-        streams = host.decided.streams_in_step
+        streams = streams_in_step(host.decided)
         step = self._metrics.typical_step() if streams or not waited else None
         if step is not None and host.ranks.rank == 0:
             logger.info(times.limit_line(step, self._cores, streams=streams))

@@ -23,7 +23,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Source,
     Wait,
 )
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, y_replaces_gradient
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, streams_in_step, y_replaces_gradient
 from tests.support.planned import decided
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -80,7 +80,7 @@ def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str
 
 
 @pytest.mark.parametrize(
-    ("partitions_weights", "config", "expected", "streams_in_step"),
+    ("partitions_weights", "config", "expected", "streams"),
     [
         (True, {"update_rule": "exact"}, Wait.FORWARD, False),
         (False, {"update_rule": "exact"}, Wait.STEP, True),
@@ -92,11 +92,11 @@ def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str
     ],
 )
 def test_exact_weights_arrive_in_the_forward_at_stage_3_and_in_the_step_below(
-    partitions_weights: bool, config: dict[str, Any], expected: Wait, streams_in_step: bool
+    partitions_weights: bool, config: dict[str, Any], expected: Wait, streams: bool
 ) -> None:
     facts = facts_of(one_rank(1 << 20), ranks=2, partitions_weights=partitions_weights)
     plan = plan_of(facts, **config)
-    assert (plan.wait, plan.streams_in_step) == (expected, streams_in_step)
+    assert (plan.wait, streams_in_step(plan)) == (expected, streams)
 
 
 def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
@@ -386,8 +386,8 @@ def test_all_ranks_decide_alike_and_always_the_same(
     ]
     assert plans[0] == plans[-1]
     assert len({repr(plan.decisions) for plan in plans}) == 1
-    assert len({plan.reasons for plan in plans}) == 1
-    assert all(plans[0].reasons)
+    assert len({(plan.share_reason, *plan.other_reasons) for plan in plans}) == 1
+    assert all(plans[0].other_reasons)
 
 
 @given(runs_of())
