@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.perf import cpu_parts, report, sides, suite
-from tests.perf.bench_convergence import changed_by_initialize
+from tests.perf import bench_convergence, cpu_parts, report, sides, suite
 from tests.perf.part import Part
-from tests.support.ranks import run_ranks
+from tests.support import ranks
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,20 @@ def test_the_parts_fit_into_half_an_hour() -> None:
 
 
 def test_initialize_changes_no_weight() -> None:
-    assert run_ranks(1, changed_by_initialize, sides.PREDICTIVE, 2) == [0]
-    upstream = run_ranks(1, changed_by_initialize, sides.UPSTREAM_SEQUENTIAL, 2)
+    changed = bench_convergence.changed_by_initialize
+    assert ranks.run_ranks(1, changed, sides.PREDICTIVE, 2) == [0]
+    upstream = ranks.run_ranks(1, changed, sides.UPSTREAM_SEQUENTIAL, 2)
     assert upstream != [0], "upstream has been mended: say so in docs/design/upstream.md"
+
+
+def test_a_script_sends_its_ranks_nothing_of_its_own(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_ranks: int, _body: object, *given: object, **_how: object) -> None:
+        assert b"__main__" not in pickle.dumps(given)
+        raise ranks.RankError
+
+    monkeypatch.setattr(ranks, "run_ranks", refuses)
+    monkeypatch.setattr("sys.argv", ["bench", "--rows", "AdamW", "--quick"])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_path(bench_convergence.__file__, run_name="__main__")

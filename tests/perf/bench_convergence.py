@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -96,9 +97,10 @@ def trainings(
     ]
 
 
-def train(training: Training) -> dict[str, list[float]]:
+def train(fields: dict[str, Any]) -> dict[str, list[float]]:
     """Body of a rank: this rank's loss of every step, and the seconds since the first began at
-    which it ended."""
+    which it ended. `fields` are a `Training`'s, whose class no rank of a script would find."""
+    training = Training(**fields)
     (rank, world_size), shape = rank_and_size(), SHAPES[training.model]
     device = get_accelerator().current_device_name()
     losses, seconds = [], []
@@ -159,7 +161,7 @@ class Results:
             return
         try:
             how = {"device": self._device, "timeout_seconds": TIMEOUT_SECONDS}
-            (found,) = run_ranks(1, train, training, **how)
+            (found,) = run_ranks(1, train, vars(training), **how)
             result: dict[str, Any] = {
                 name: [round(each, 5) for each in values] for name, values in found.items()
             }
@@ -228,13 +230,10 @@ def main() -> None:
     args = parser.parse_args()
     given = {"steps": args.steps, "seeds": args.seeds, "rates": args.rates or RATES[args.model]}
     scale: dict[str, Any] = QUICK if args.quick else given
-    name = "_".join(
-        ["convergence", *["quick"] * args.quick, *[args.model] * (args.model != "tiny")]
-    )
-    results, made = (
-        Results(name, args.reuse, args.device),
-        trainings(args.rows, args.model, **scale),
-    )
+    words = ["convergence", *["quick"] * args.quick, *[args.model] * (args.model != "tiny")]
+    name = "_".join(words)
+    results = Results(name, args.reuse, args.device)
+    made = trainings(args.rows, args.model, **scale)
     for training in made:
         results.make(training)
     table = losses_table(results, made)
@@ -243,6 +242,7 @@ def main() -> None:
         steps = {each: ".3f" for each in table[0] if each.isdigit()}
         forms = {"row": "", "lr": "g", "seeds": "d", **steps, "spread": ".3f", "ms a step": ".0f"}
         print(f"\n{report.table(table, forms)}")
+    sys.exit(int(any("error" in row for row in results.rows)))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def plan() -> dict[str, Any]:
     host = getattr(optimizer, "host_optimizer", None)
     if host is None:
         return {}
-    reasons = list(host.decided.reasons)
+    reasons = [host.decided.share_reason, *host.decided.other_reasons]
     config = {"ratio": host.decided.host_share}
     return {"config": config, "reasons": reasons}
 
