@@ -21,6 +21,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.rules import predictive
+from tests.support.forked import run_forked
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tools import launch
@@ -164,16 +165,8 @@ def test_without_a_launcher_it_is_one_rank(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "examples/train.py", *SMALL, "--steps", "1"]
-    found = subprocess.run(
-        [*command, "--output", str(tmp_path / "run")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    flags = [*SMALL, "--steps", "1", "--output", str(tmp_path / "run")]
+    found = run_forked("examples/train.py", *flags, environment=environment)
     assert found.returncode == 0, found.stderr
     assert "rank 0 of 1" in found.stdout + found.stderr
     assert [step for step, _ in losses(tmp_path / "run")] == [0]

@@ -15,7 +15,8 @@ __all__ = ["run_forked"]
 def run_forked(
     module: str, *arguments: str, environment: Mapping[str, str], seconds: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m module *arguments`` in the repository's folder, with this environment.
+    """``python -m module *arguments``, or ``python module *arguments`` of a file, in the
+    repository's folder, with this environment.
 
     The process has one thread, no OpenMP pool, and torch imported before the package.
     """

@@ -76,7 +76,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Script:
-    """What a fork becomes that runs a module as a program; it gets two files for its output."""
+    """What a fork becomes that runs a module or a file as a program; it gets two files for its
+    output."""
 
     environment: dict[str, str]
     module: str
@@ -89,8 +90,12 @@ class Script:
             os.dup2(fd, stream)
             os.close(fd)
         _take_over(self.environment)
-        sys.argv[1:] = self.arguments
-        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        sys.argv = [self.module, *self.arguments]
+        if self.module.endswith(".py"):
+            sys.path.insert(0, os.path.dirname(self.module))
+            runpy.run_path(self.module, run_name="__main__")
+        else:
+            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
         raise SystemExit
 
 

@@ -38,7 +38,7 @@ def feature_body(
     upstream["zero_optimization"] |= zero
     extension = copy.deepcopy(upstream)
     extension["zero_optimization"] |= OURS | {"stage3_single_param_min_numel": 600}
-    data = batches(20, dist.get_rank())
+    data = batches(8, dist.get_rank())
     probe = lambda engine: (gathered(engine), getattr(engine, "parameter_gather", None))  # noqa: E731
     with garbage_is_nan():
         expected = train(upstream, ZooModel, data, extended=False, probe=probe)
