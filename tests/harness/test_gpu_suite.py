@@ -22,15 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime import memory
-from tests.perf import (
-    bench_decoder,
-    bench_startup,
-    card,
-    decoder_ways,
-    gpu_parts,
-    report,
-    suite,
-)
+from tests.perf import bench_decoder, bench_startup, card, decoder_ways, gpu_parts, report, suite
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
@@ -100,20 +92,10 @@ def test_what_a_part_had_measured_when_it_died_is_kept(
         return outcome(running)
 
     monkeypatch.setattr(Running, "outcome", overruns_when_it_has_written)
-    chosen = [
-        replace(fake("dies", write.format("half") + "import os; os._exit(3)"), toy_result="half")
-    ]
-    chosen.append(
-        replace(
-            fake(
-                "stays",
-                write.format("whole")
-                + f"open({str(written)!r}, 'w').close(); __import__('time').sleep(600)",
-                120,
-            ),
-            toy_result="whole",
-        )
-    )
+    waits = f"open({str(written)!r}, 'w').close(); __import__('time').sleep(600)"
+    dies = fake("dies", write.format("half") + "import os; os._exit(3)")
+    stays = fake("stays", write.format("whole") + waits, 120)
+    chosen = [replace(dies, toy_result="half"), replace(stays, toy_result="whole")]
     args = toy_args()
     assert suite.measure(chosen, args) == 1
     kept = json.loads((tmp_path / "gpu.json").read_text())["settings"]["results"]

@@ -153,9 +153,8 @@ class Nursery:
         self._alone = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        environment["TORCH_WARM_POOL"] = (
-            "0"  # else torch starts a thread when it is imported, if there is Triton
-        )
+        # else torch starts a thread when it is imported, if there is Triton
+        environment["TORCH_WARM_POOL"] = "0"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno()), device],
             cwd=ROOT,

@@ -210,10 +210,8 @@ class RankPool:
         parts = [f"{what}: ranks {failed} of {self.world_size} failed"]
         for rank in failed:
             outcome = outcomes[rank]
-            parts.append(
-                f"--- rank {rank}: "
-                f"{outcome.error or f'process ended with {outcome.exit_code}'}\n{self.log(rank)}"
-            )
+            said = outcome.error or f"process ended with {outcome.exit_code}"
+            parts.append(f"--- rank {rank}: {said}\n{self.log(rank)}")
         self.close()
         raise RankError("\n".join(parts))
 
