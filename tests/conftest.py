@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.support import rank_nursery
 from tests.support.matrix import beyond_one_in, beyond_the_sample, further_cases
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -25,7 +26,7 @@ ACCEPTANCE_ONE_IN = 12
 """Of tests/acceptance in `make test`; run by its name it is whole."""
 _ON_SIM: set[str] = set()
 """Names of the tests that `--some-simulated` has chosen."""
-_RUN_RANKS = ("run_ranks", "run_fresh_ranks", "failed_resumes")
+_RUN_RANKS = {"run_ranks", "run_fresh_ranks", "failed_resumes"}
 _LONGEST_FIRST = {"faults", "manual", "harness", "commands"}
 """Folders."""
 
@@ -55,11 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
     with suppress(ImportError):  # a machine with a GPU may not have it
         from hypothesis import settings
 
-        many = 300 if config.getoption("full") else 100
-        settings.register_profile("untimed", deadline=None, max_examples=many)  # may be busy
+        # of any length: the machine may be busy
+        many = 300 if config.getoption("full") else 50
+        settings.register_profile("untimed", deadline=None, max_examples=many)
         settings.load_profile("untimed")
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if runs_tests:  # the process that only shares out files among others needs no torch
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        # it shares out files among others and needs no torch
+        os.environ[rank_nursery.ADDRESS] = rank_nursery.start("cpu", "sim")
+    else:
         import deepspeed_ext.zenflow.worker.kernel.definition  # noqa: F401 (makes the first calls)
         from tests.support import ranks
 
@@ -68,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # else every later one looks at all tests, and hypothesis causes many
     gc.enable()
 
 
@@ -91,10 +96,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _may_be_simulated(item: pytest.Item) -> bool:
     """Whether a test of the package has ranks on the CPU that may have the simulated accelerator
     instead. One with a setting `device` chooses by itself."""
-    has_ranks = any(name in vars(item.module) for name in _RUN_RANKS)  # type: ignore[attr-defined]
+    if "unit" not in item.path.parts or any(map(item.get_closest_marker, ("gpu", "cpu"))):
+        return False
     names_device = hasattr(item, "callspec") and "device" in item.callspec.params
-    is_marked = any(map(item.get_closest_marker, ("gpu", "cpu")))
-    return has_ranks and not is_marked and not names_device and "unit" in item.path.parts
+    return not names_device and not _RUN_RANKS.isdisjoint(vars(item.module))  # type: ignore
 
 
 @pytest.hookimpl(trylast=True)  # samples are of what -m and -k have left
@@ -116,11 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: _LONGEST_FIRST.isdisjoint(item.path.parts))
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):
-        left_out |= {
-            item
-            for item in items
-            if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))
-        }
+        reasons = {item: [m.kwargs["reason"] for m in item.iter_markers("cpu")] for item in items}
+        left_out |= {item for item in items if any(reasons[item])}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
         if config.getoption("--some-simulated"):

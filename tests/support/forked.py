@@ -26,8 +26,5 @@ def run_forked(
             status = process.wait(timeout=seconds)
         finally:
             process.kill()
-        said = []
-        for file in (out, err):
-            file.seek(0)
-            said.append(file.read().decode())
+        said = [file.read().decode() for file in (out, err) if not file.seek(0)]
     return subprocess.CompletedProcess([module, *arguments], status, *said)

@@ -1,16 +1,16 @@
 """Forks ranks from a process that has imported torch and DeepSpeed once: they start in
 milliseconds, not in seconds.
 
-`Nursery` is the tests' end. The process itself imports, starts no thread and trains nothing, so
-that a rank that it forks is like one that has just imported these modules; its environment is its
-own. It also forks whole scripts, which end as a script ends: with an exit status of Python's, after
-what was registered for the exit.
+`Nursery` is the tests' end, of a process of its own: a fork of one that all pytest processes of a
+session share if `start` was called before they were started. That one imports, starts no thread
+and trains nothing, so that a rank is like one that has just imported these modules; its environment
+is its own. A nursery also forks whole scripts, which end as a script ends: with an exit status of
+Python's, after what was registered for the exit.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import importlib
 import math
@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from tests.support.paths import ROOT
 
 PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 2**17
+ADDRESS = "DSEXT_TEST_NURSERIES"
+"""A variable of the environment of pytest processes: where the process listens that forks their
+nurseries."""
 
 WHAT_ENGINES_IMPORT = (
     "pytest",
@@ -142,33 +146,53 @@ class ForkedRank:
         return self._exit_code
 
 
+def _address(name: str, device: str) -> str:
+    return f"\0dsext-{name}-{device}"  # in no folder
+
+
+def start(*devices: str) -> str:
+    """Start the process that imports and then forks nurseries for `devices`; it ends with this one.
+    Returns the value of `ADDRESS` for those who use it."""
+    name, listening = uuid.uuid4().hex, {}
+    for device in devices:
+        listening[device] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening[device].bind(_address(name, device))
+        listening[device].listen(128)
+    command = [sys.executable, "-m", "tests.support.rank_nursery"]
+    command += [f"{device}={each.fileno()}" for device, each in listening.items()]
+    # without its pool, torch starts no thread when it is imported, if there is Triton
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"}
+    passed = [each.fileno() for each in listening.values()]
+    environment = {**os.environ, **settings}
+    _started.append(
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL
+        )
+    )
+    for each in listening.values():
+        each.close()
+    return name
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
 class Nursery:
-    """The process that forks; ends with the one that has started it.
+    """The process that forks; ends with the one that has asked for it.
 
     Args:
         device: "cpu", or "sim" for ranks with the simulated accelerator.
+
+    Attributes:
+        can_fork: there was one thread where the modules were imported: a fork loses the others. A
+            package of the machine may start some.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self._alone = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        # else torch starts a thread when it is imported, if there is Triton
-        environment["TORCH_WARM_POOL"] = "0"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno()), device],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-
-    @functools.cached_property
-    def can_fork(self) -> bool:
-        """Whether it has one thread: a fork would lose the others. A package of the machine may
-        start some."""
-        return self.ask(("threads", None)) == 1
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(_address(os.environ.get(ADDRESS) or start(device), device))
+        self.can_fork = self._answer() == 1
 
     def start(self, environment: dict[str, str], connection: int, log: BinaryIO) -> ForkedRank:
         """A rank with that environment, that connection to its pool and that file as its output."""
@@ -189,17 +213,12 @@ class Nursery:
     def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = ()) -> Any:
         with self._alone:
             socket.send_fds(self._socket, [pickle.dumps(order)], fds)
-            answer = self._socket.recv(_MOST_BYTES)
-        if not answer:
-            raise RuntimeError(
-                f"the process that forks ranks has ended with {self._process.wait(timeout=10)}"
-            )
-        return pickle.loads(answer)
+            return self._answer()
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+    def _answer(self) -> Any:
+        if not (answer := self._socket.recv(_MOST_BYTES)):
+            raise RuntimeError("the process that forks ranks has ended; its output says why")
+        return pickle.loads(answer)
 
 
 def _ask_for_the_cpu_once() -> None:
@@ -212,8 +231,18 @@ def _ask_for_the_cpu_once() -> None:
         cpuinfo.get_cpu_info = lambda: dict(found)
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _listen(listening: socket.socket) -> None:
+    """Fork a nursery for whoever connects."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        orders, _ = listening.accept()
+        orders.send(pickle.dumps(len(os.listdir("/proc/self/task"))))
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listening.close()
+            _serve(orders)
+            os._exit(0)
+        orders.close()
 
 
 def _serve(orders: socket.socket) -> None:
@@ -223,7 +252,6 @@ def _serve(orders: socket.socket) -> None:
             return
         what, value = pickle.loads(message)
         if what == "fork":
-            assert _threads() == 1, f"{_threads()} threads: a fork would lose all but one"
             pid = os.fork()
             if pid == 0:
                 orders.close()
@@ -231,26 +259,35 @@ def _serve(orders: socket.socket) -> None:
             for fd in fds:
                 os.close(fd)
             orders.send(pickle.dumps(pid))
-        elif what == "threads":
-            orders.send(pickle.dumps(_threads()))
         else:
             pid, status = os.waitpid(value, os.WNOHANG)
             orders.send(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))
 
 
+def _import(deepspeeds: bool) -> None:
+    for name in (name for name in WHAT_ENGINES_IMPORT if ("deepspeed" in name) == deepspeeds):
+        with suppress(ImportError):  # then no test needs it, or the one that does will say so
+            importlib.import_module(name)
+
+
 def main() -> None:
+    listening = dict(argument.split("=") for argument in sys.argv[1:])
+    device, *others = listening
+    _ask_for_the_cpu_once()
+    _import(deepspeeds=False)
+    for other in others:
+        if os.fork() == 0:
+            device = other
+            break
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if sys.argv[2] == "sim":
+    if device == "sim":
         from tests.support.simulated_accelerator import accelerator
 
         accelerator.install()
-    _ask_for_the_cpu_once()
-    for name in WHAT_ENGINES_IMPORT:
-        with suppress(ImportError):  # then no test needs it, or the one that does will say so
-            importlib.import_module(name)
+    _import(deepspeeds=True)
     # else every collection of every rank looks at all that was imported, for a third of a second
     gc.freeze()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _listen(socket.socket(fileno=int(listening[device])))
 
 
 if __name__ == "__main__":

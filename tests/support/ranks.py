@@ -12,6 +12,7 @@ after `simulate`.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import pickle
 import shutil
@@ -246,14 +247,12 @@ def _start_alone(
     )
 
 
+@functools.cache
 def nursery(device: str = "cpu") -> Nursery:
-    """The process that forks the ranks of this one; it takes seconds of a processor to start."""
-    if device not in nurseries:
-        nurseries[device] = Nursery(device)
-    return nurseries[device]
+    """The process that forks the ranks of this one."""
+    return Nursery(device)
 
 
-nurseries: dict[str, Nursery] = {}
 _simulated: frozenset[str] = frozenset()
 
 
@@ -269,15 +268,15 @@ _forks_workers = False
 
 
 def fork_workers() -> None:
-    """From now on, the ranks of `run_ranks` fork their optimizer processes, but for those on a real
-    accelerator. What measures leaves them to be started, as users' are."""
+    """From now on, ranks fork their optimizer processes, but for those on a real accelerator. What
+    measures leaves them to be started, as users' are."""
     global _forks_workers
     _forks_workers = True
 
 
 @contextmanager
 def started_workers() -> Iterator[None]:
-    """Inside, the ranks of `run_ranks` start their optimizer processes whatever was said."""
+    """Inside, ranks start their optimizer processes whatever was said."""
     global _forks_workers
     before, _forks_workers = _forks_workers, False
     try:
@@ -306,7 +305,7 @@ def run_ranks(
             and its log.
     """
     device = _device(device)
-    forks_workers = _forks_workers and device != "accelerator"
+    forks_workers = _forks(device)
     key = (world_size, device, pool, forks_workers)
     if key not in _pools:
         _pools[key] = RankPool(world_size, device, forks_workers=forks_workers)
@@ -331,19 +330,22 @@ def run_fresh_ranks(
     timeout_seconds: float = 120.0,
     group_timeout_seconds: float = 60.0,
     grace_seconds: float = GRACE_SECONDS,
-    forks_workers: bool = False,
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like `run_ranks`, in new processes that end with the call; returns how each rank ended
     instead of raising. `group_timeout_seconds` is that of all process groups, also of those that
-    DeepSpeed makes. With `forks_workers`, optimizer processes are forks: less work from the second
-    one of a rank on."""
-    pool = RankPool(world_size, _device(device), group_timeout_seconds, forks_workers=forks_workers)
+    DeepSpeed makes."""
+    device = _device(device)
+    pool = RankPool(world_size, device, group_timeout_seconds, forks_workers=_forks(device))
     try:
         outcomes = pool.run(body, args, kwargs, timeout_seconds, grace_seconds)
         return [replace(outcome, log=pool.log(rank)) for rank, outcome in enumerate(outcomes)]
     finally:
         pool.close()
+
+
+def _forks(device: str) -> bool:
+    return _forks_workers and device != "accelerator"
 
 
 def on_sim(body: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
@@ -364,8 +366,6 @@ def close_pools() -> None:
     """Stop every kept process."""
     while _pools:
         _pools.popitem()[1].close()
-    while nurseries:
-        nurseries.popitem()[1].close()
 
 
 atexit.register(close_pools)

@@ -50,12 +50,12 @@ def run_scenario(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_with_torch(name: str, *arguments: object) -> Any:
+def run_with_torch(name: str, *arguments: object, **environment: str | None) -> Any:
     """Call ``name(*arguments)`` in a process that has imported torch before the package, and return
     its answer. It is a fork, which has no other thread, and no OpenMP pool yet."""
     from tests.support.forked import run_forked  # which imports torch; scenarios may not
 
-    done = run_forked(__name__, name, repr(arguments), environment=_variables({}))
+    done = run_forked(__name__, name, repr(arguments), environment=_variables(environment))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -96,9 +96,12 @@ def _torch_work() -> None:
         torch.zeros(1 << 20).add_(1)
 
     work()
+    present = set(os.listdir("/proc/self/task"))
     helper = threading.Thread(target=work)
     helper.start()
     helper.join()
+    # those of its OpenMP pool end a moment after it
+    wait_until(lambda: present.issuperset(os.listdir("/proc/self/task")), "the end of its threads")
 
 
 def _idle_thread() -> threading.Event:
@@ -128,12 +131,8 @@ def life_of_a_binding() -> dict[str, Any]:
     before = _masks()
     threads_before = torch.get_num_threads()
     binding = _start()
-    answer = {
-        "plan": list(binding.plan.pytorch),
-        "bound": _masks(),
-        "threads": torch.get_num_threads(),
-    }
-    answer["omp_variable"] = os.environ["OMP_NUM_THREADS"]
+    answer: dict[str, Any] = {"plan": list(binding.plan.pytorch), "bound": _masks()}
+    answer |= {"threads": torch.get_num_threads(), "omp_variable": os.environ["OMP_NUM_THREADS"]}
     _torch_work()
     stops.append(_idle_thread())
     torch.set_num_threads(3)
@@ -142,9 +141,9 @@ def life_of_a_binding() -> dict[str, Any]:
     binding.refresh()
     binding.restore()
     binding.restore()
-    answer |= {"before": before, "after": _masks(), "main": os.getpid()}
-    answer |= {"threads_before": threads_before, "threads_after": torch.get_num_threads()}
-    answer |= {"omp_variable_after": os.environ.get("OMP_NUM_THREADS")}
+    answer |= {"before": before, "after": _masks(), "threads_before": threads_before}
+    variable = os.environ.get("OMP_NUM_THREADS")
+    answer |= {"threads_after": torch.get_num_threads(), "omp_variable_after": variable}
     for stop in stops:
         stop.set()
     return answer
@@ -238,16 +237,9 @@ def refused(call: int, code: int) -> dict[str, Any]:
     os.sched_setaffinity = refuse
     binding = _start()
     os.sched_setaffinity = real
-    answer = {
-        "warnings": heard,
-        "plan": binding.plan and list(binding.plan.pytorch),
-        "calls": calls,
-    }
-    answer |= {
-        "before": before,
-        "after": _masks(),
-        "threads": torch.get_num_threads(),
-    }
+    plan = binding.plan and list(binding.plan.pytorch)
+    answer = {"warnings": heard, "plan": plan, "calls": calls}
+    answer |= {"before": before, "after": _masks(), "threads": torch.get_num_threads()}
     for stop in stops:
         stop.set()
     return answer
@@ -302,16 +294,11 @@ def situation() -> dict[str, Any]:
     late = _idle_thread()
     torch.zeros(1 << 20).add_(1)
     binding.refresh()
-    answer = {
-        "masks": _masks(),
-        "warnings": heard,
-        "threads": torch.get_num_threads(),
-        "disabled": binding.plan is None,
-    }
+    answer = {"masks": _masks(), "warnings": heard, "threads": torch.get_num_threads()}
+    answer["disabled"] = binding.plan is None
     if binding.plan is not None:
-        answer |= {
-            name: list(getattr(binding.plan, name)) for name in ("pytorch", "optimizer", "flags")
-        }
+        names = ("pytorch", "optimizer", "flags")
+        answer |= {name: list(getattr(binding.plan, name)) for name in names}
     stop.set()
     late.set()
     return answer

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
 
-__all__ = ["run_together"]
+__all__ = ["GatheringRanks", "run_together"]
 
 TIMEOUT_SECONDS = 20
 
@@ -31,8 +31,8 @@ class Board:
         return items
 
 
-class ThreadRanks(RankGroup):
-    """A rank whose group is a `Board`."""
+class GatheringRanks(RankGroup):
+    """A rank whose group is a `Board`, or another object that gathers one value of each rank."""
 
     def global_rank(self, rank: int) -> int:
         return rank
@@ -41,7 +41,8 @@ class ThreadRanks(RankGroup):
         return tuple(map(min, zip(*self.group.gather(self.rank, values), strict=True)))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.group.gather(self.rank, tensor))
+        everyones = self.group.gather(self.rank, tensor.tolist())
+        return torch.tensor(everyones, dtype=tensor.dtype, device="cpu")
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         return self.group.gather(self.rank, value)[owner]
@@ -54,7 +55,7 @@ def run_together(number: int, call: Callable[[RankGroup], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            answers[rank] = call(ThreadRanks(board, rank, number, torch.device("cpu")))
+            answers[rank] = call(GatheringRanks(board, rank, number, torch.device("cpu")))
         except Exception as error:
             answers[rank] = error
 

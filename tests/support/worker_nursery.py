@@ -83,11 +83,16 @@ class ForkedWorker(subprocess.Popen):
         self._child_created = True
 
 
+def _way() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a way to a process whose forks become children of this one."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 @functools.cache
 def _nursery(pid: int) -> socket.socket:
     """The way to the process that forks, which is a child of process `pid`, this one."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = _way()
     subprocess.Popen(
         [sys.executable, "-m", "tests.support.worker_nursery", str(theirs.fileno())],
         cwd=ROOT,
@@ -108,8 +113,7 @@ def prepare(*not_for_workers: int) -> None:
     that need torch; `not_for_workers` are file descriptors."""
     if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:
         return
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = _way()
     if os.fork():
         theirs.close()
         _prepared[os.getpid()] = ours

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
+from tests.support.thread_ranks import GatheringRanks
 
 __all__ = ["PeerGoneError", "run_forked"]
 
@@ -25,29 +26,18 @@ class PeerGoneError(RuntimeError):
     """Another rank has ended inside a collective; what a process group raises then."""
 
 
-class PipeGroup(RankGroup):
+class Pipe:
     """Every collective goes through the parent, which gathers one value of each rank."""
 
-    connection: Connection
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
-    def minimum(self, *values: int) -> tuple[int, ...]:
-        return tuple(min(column) for column in zip(*self._everyones(values), strict=True))
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self._everyones(tensor.tolist()), dtype=tensor.dtype, device="cpu")
-
-    def broadcast(self, value: Any, owner: int = 0) -> Any:
-        return self._everyones(value)[owner]
-
-    def _everyones(self, value: Any) -> list[Any]:
+    def gather(self, rank: int, value: Any) -> list[Any]:
         try:
-            self.connection.send(value)
-            return self.connection.recv()
+            self._connection.send(value)
+            return self._connection.recv()
         except (EOFError, OSError):
             raise PeerGoneError("connection closed by peer") from None
-
-    def global_rank(self, rank: int) -> int:
-        return rank
 
 
 def run_forked(size: int, body: Callable[[RankGroup], Any]) -> list[Any]:
@@ -71,8 +61,7 @@ def run_forked(size: int, body: Callable[[RankGroup], Any]) -> list[Any]:
 
 def _child(rank: int, size: int, connection: Connection, body: Callable[[RankGroup], Any]) -> None:
     signal.alarm(SECONDS)  # a rank that hangs is killed, and its result is None
-    group = PipeGroup(None, rank, size, torch.device("cpu"))
-    object.__setattr__(group, "connection", connection)
+    group = GatheringRanks(Pipe(connection), rank, size, torch.device("cpu"))
     try:
         result: Any = body(group)
     except PeerGoneError as error:

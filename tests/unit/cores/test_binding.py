@@ -30,7 +30,7 @@ def all_within(masks: dict[str, list[int]], cpus: list[int]) -> bool:
 
 @several_cpus
 def test_every_thread_is_in_its_set_and_goes_back() -> None:
-    answer = run_scenario("life_of_a_binding")
+    answer = run_with_torch("life_of_a_binding")
     assert set(answer["plan"]) < set(CPUS)
     assert len(answer["before"]) >= 4
     assert distinct(answer["before"]) == {tuple(CPUS)}
@@ -68,7 +68,7 @@ def test_the_latest_of_different_bindings_counts_until_the_last_one_ends() -> No
 @several_cpus
 @pytest.mark.parametrize(("call", "code"), [(1, errno.EPERM), (2, errno.EINVAL), (4, errno.EPERM)])
 def test_a_refusal_leaves_the_run_unbound_with_one_warning(call: int, code: int) -> None:
-    answer = run_scenario("refused", call, code)
+    answer = run_with_torch("refused", call, code)
     assert answer["calls"] >= call
     assert answer["plan"] is None
     assert len(answer["warnings"]) == 1
@@ -116,7 +116,7 @@ def test_openmp_binding_is_undone_and_warned_about(torch_first: bool) -> None:
 
 @several_cpus
 def test_binding_can_be_disabled_by_the_environment() -> None:
-    answer = run_scenario("situation", DSEXT_BIND="0")
+    answer = run_with_torch("situation", DSEXT_BIND="0")
     assert answer["disabled"]
     assert distinct(answer["masks"]) == {tuple(CPUS)}
     assert any("DSEXT_BIND=0" in warning for warning in answer["warnings"])
@@ -124,11 +124,12 @@ def test_binding_can_be_disabled_by_the_environment() -> None:
 
 @several_cpus
 def test_a_thread_that_leaves_its_set_is_brought_back() -> None:
-    answer = run_scenario("stray_thread")
+    answer = run_with_torch("stray_thread")
     assert not set(answer["strayed"]) & set(answer["plan"])
     assert answer["back"] == answer["plan"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cpus", [CPUS[-1:], CPUS], ids=["one", "all"])
 def test_a_worker_takes_its_place_before_torch(cpus: list[int]) -> None:
     answer = run_scenario("worker_process", cpus, OMP_NUM_THREADS="7", OMP_PROC_BIND="close")

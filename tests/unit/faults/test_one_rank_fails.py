@@ -389,7 +389,6 @@ def test_all_ranks_have_the_same_error(
         within,
         group_timeout_seconds=SECONDS + 5,
         timeout_seconds=280,
-        forks_workers=True,
     )
     # 12 more if the worker is slow
     require_same_errors(ended, name, at_least=0 if every > 1 else 30)
@@ -412,7 +411,6 @@ def test_an_error_of_gradients_on_the_host_is_every_ranks(stage: int, every: int
             device="sim",
             group_timeout_seconds=SECONDS + 5,
             timeout_seconds=120,
-            forks_workers=True,
         )
         require_same_errors(ended, "step", at_least=0 if every > 1 else 1)
 
@@ -440,7 +438,6 @@ def test_all_ranks_refuse_to_start_with_the_same_error(
         every,
         group_timeout_seconds=SECONDS + 5,
         timeout_seconds=280,
-        forks_workers=True,
     )
     require_same_errors(ended, "initialize", at_least=len(ways) * 40 // every)
 

@@ -42,7 +42,9 @@ from tests.support.optimizer_process import PASS, running
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
 
-pytestmark = [pytest.mark.sampled(4), pytest.mark.usefixtures("started_workers")]
+pytestmark = pytest.mark.sampled(4)
+starts_workers = pytest.mark.usefixtures("started_workers")
+"""Looks at how optimizer processes start, or at the children of a rank."""
 
 
 def while_it(owner: Any, name: str, limit: int, value: Callable[[], int]) -> AbstractContextManager:
@@ -133,6 +135,7 @@ def start_refused_on_one_rank(config: dict, refusal: str) -> dict[str, Any]:
     }
 
 
+@starts_workers
 @pytest.mark.parametrize(
     "refusal",
     [
@@ -388,6 +391,7 @@ def fail_late(config: dict) -> dict[str, Any]:
     return found
 
 
+@starts_workers
 def test_a_constructor_that_fails_late_leaves_nothing_behind() -> None:
     config = zenflow_config(2)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
@@ -415,6 +419,7 @@ def forget(config: dict) -> dict[str, Any]:
     return found
 
 
+@starts_workers
 def test_a_deleted_engine_leaves_nothing_behind() -> None:
     nothing = {"workers": [], "descriptors": {}, "arena": 0, "same": True}
     assert run_ranks(1, forget, zenflow_config(2)) == [nothing]
@@ -438,6 +443,7 @@ def forget_after_the_communication(config: dict) -> dict[str, Any]:
     return {"ignored": ignored, "workers": what_is_left(before)["workers"]}
 
 
+@starts_workers
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_that_is_deleted_after_the_communication_has_ended_says_nothing(
     stage: int,
@@ -460,6 +466,7 @@ def fail_to_destroy(config: dict) -> dict[str, Any]:
     return {"raised": raised, "left": left["workers"], "masks": masks == os.sched_getaffinity(0)}
 
 
+@starts_workers
 def test_destroy_ends_the_worker_and_the_binding_even_if_deepspeed_fails() -> None:
     config = zenflow_config(2)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
