@@ -390,6 +390,6 @@ class ReachedState:
     def take_from_weights(self, super_call: Callable[[], None]) -> None:
         """Let `super_call` set p to the weights, and start over from p. A collective."""
         self.drain_together()
-        with self._host.state.quiet():
+        with self._host.state.quiet(), together(self._host.ranks, CheckpointError):
             super_call()
-        self._host.state.replaced()
+            self._host.state.replaced()

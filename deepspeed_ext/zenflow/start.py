@@ -130,9 +130,9 @@ def start_optimizer(
     with within(ranks, replicas):  # stages of a pipeline may have different groups
         require_same_plan("ZenFlow's partitions", list(groups), replicas)
     plan, buffers = _plan_with_buffers(facts, start)
-    kind.prepare_kernels(plan, parts, warns=ranks.rank == 0)
-    metrics = Metrics()
-    link = WorkerLink(plan, buffers, threads, ranks, metrics)
+    with together(ranks):
+        kind.prepare_kernels(plan, parts, warns=ranks.rank == 0)
+    link = WorkerLink(plan, buffers, threads, ranks, metrics := Metrics())
     start.undo.callback(link.close)
     heads = (
         Heads.if_all_have_room(plan, parts, link.arena, kind, ranks) if plan.head_bytes else None

@@ -264,8 +264,8 @@ class SelectiveRule(UpdateRule):
             state.mean.copy_(grad)
             return None
         count, most = plan.collected + 1, torch.finfo(grad.dtype).max
-        state.mean.mul_(plan.collected / count * before.grad_scale / step.grad_scale)
-        # clamped, because fp16 may overflow if the loss scale has just been raised
+        # clamped: fp16 may overflow after a raised loss scale; NaN where the norm was infinite
+        state.mean.mul_(plan.collected / count * before.grad_scale / (step.grad_scale or math.nan))
         state.mean.add_(grad, alpha=1.0 / count).clamp_(-most, most)
         return state.mean if plan.handed_over else None
 

@@ -117,6 +117,7 @@ def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
     return {"spoilt": all(value != value for value in spoilt[-2:]), "equal": again == expected}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")]
 )

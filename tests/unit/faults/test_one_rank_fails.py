@@ -101,6 +101,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/timing.py:in_profile",
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
+        "adapter/upstream.py:announced_builds",  # makes a function
         "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/gather_hooks.py:LateWeights",  # looks parameters up
@@ -151,12 +152,14 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_parts.py:zenflow_of",
         "adapter/zenflow_parts.py:StepsInProcess._host_gradients",
         "adapter/zero_partitions.py:ZeroPartitions.stand_in",
+        "adapter/zero_partitions.py:ZeroPartitions._masters",
         "adapter/zero_partitions.py:GroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.waits_after_weights",
         "flatten/staging.py:NoMasters.__init__",
         "adapter/readiness.py:Readiness.",
         "zenflow/plan/plan.py:streams_in_step",
+        "zenflow/step/state_store.py:StateStore.updates",
         "zenflow/step/rule.py:Schedule",
         "zenflow/step/rule.py:StepPlan",
         "zenflow/rules/predictive.py:PredictiveS",  # its state and schedule
@@ -189,14 +192,9 @@ HARMLESS = {
     "threads that cannot be bound stay unbound, with a warning": (
         *(f"cores/binding.py:{name}" for name in ("CoreBinding._give_up", "_follow")),
         *(f"cores/binding.py:{name}" for name in ("_release_threads", "set_threads", "_loaded")),
-        "cores/binding.py:start_pool",
-        *(
-            f"cores/host.py:{name}"
-            for name in ("own_masks", "outside", "confine", "_set_mask", "restore")
-        ),
-        "cores/__init__.py:keep_mask",
-        "cores/host.py:omp_binding",
-        "cores/host.py:thread_masks",
+        *(f"cores/host.py:{name}" for name in ("own_masks", "outside", "confine", "_set_mask")),
+        *(f"cores/host.py:{name}" for name in ("restore", "omp_binding", "thread_masks")),
+        *("cores/binding.py:start_pool", "cores/__init__.py:keep_mask"),
     ),
 }
 """Where an injected failure need not be an error, by reason."""
@@ -445,7 +443,7 @@ def test_all_ranks_refuse_to_start_with_the_same_error(
 def require_same_errors(ended: list[RankOutcome], name: str, at_least: int) -> None:
     """Every rank reported the same error after each failure, in time."""
     hung = [row for rank in ended for row in rank.value or () if row[2] > SECONDS]
-    assert hung == []
+    assert not hung, "\n".join(map(str, hung))
     errors = [rank.error for rank in ended]
     assert errors == [None] * RANKS, "\n".join(map(str, errors))
     outcomes = [rank.value for rank in ended]
