@@ -50,15 +50,16 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     """Whether the masters that DeepSpeed makes are used."""
 
     def __init__(self, *args: Any, settings: ZeroFields, ranks: RankGroup, **kwargs: Any) -> None:
-        self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
+        replicas = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
+        # a rank that fails here meets the others where they agree inside
+        self._construction_ranks = ranks if replicas.size == ranks.size else replicas
         with within(ranks, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []
             self._flatten_seconds = 0.0
             self._flatten_ranks: list[RankGroup] = []
+            bucket = int(kwargs["allgather_bucket_size"])
             self._flattener: Flattener | None = Flattener(
-                settings.flatten_tier,
-                settings.flatten_reserve_fraction,
-                int(kwargs["allgather_bucket_size"]),
+                settings.flatten_tier, settings.flatten_reserve_fraction, bucket
             )
             pins = pins_offload_buffers(kwargs["offload_optimizer_config"])
             self._direct_buffers = DirectBuffers(pins, makes_masters=self._makes_masters)
@@ -89,13 +90,12 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         with self._direct_buffers.resting(), in_profile("startup.flatten"):
             # created before the first flat buffer takes the little memory that they need
             if not self._flatten_ranks:
-                self._flatten_ranks = [
-                    RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
-                ]
+                found = [RankGroup.of(g, keeps_scratch=True) for g in self.real_dp_process_group]
+                every = self._construction_ranks  # groups of experts belong to fewer ranks
+                self._flatten_ranks = [every if each.size == every.size else each for each in found]
             index, begin = len(self.bit16_groups_flat), time.perf_counter()
-            padding = [0] * len(tensor_list) if param_padding is None else param_padding
-            layout = GroupLayout.of(tensor_list, padding, alignment)
-            ranks = self._flatten_ranks[index]  # groups of experts belong to fewer ranks
+            layout = GroupLayout.of(tensor_list, param_padding or [0] * len(tensor_list), alignment)
+            ranks = self._flatten_ranks[index]
             with within(self._construction_ranks, ranks):
                 flat, plan = self._flattener.flatten(layout, ranks, index)
                 get_accelerator().synchronize()
