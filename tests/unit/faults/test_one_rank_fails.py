@@ -35,11 +35,10 @@ VICTIM = {"initialize": 0, "step": 1, "save": 0, "save beside": 0, "load": 0, "l
 SECONDS = 10.0
 
 OF_START = "check release broken expected found_at difference undecorated entry_swaps "
-OF_START += "pipeline_topology zero_section_class no_shared_buffers"
+OF_START += "pipeline_topology zero_section_class no_shared_buffers ranks_without_mpi"
 CANNOT_BE_AGREED_ON = {
     "comes before the process group": (
-        "adapter/engine.py:enable",
-        "adapter/engine.py:initialize",
+        *(f"adapter/engine.py:{name}" for name in ("enable", "initialize", "_swaps")),
         *(f"adapter/upstream.py:{name}" for name in OF_START.split()),
         "adapter/engine_construction.py:joint",
     ),
@@ -187,6 +186,7 @@ HARMLESS = {
         "zenflow/kernels/launch.py:_found",
         "zenflow/optimizers/interface.py:OptimizerKind.prepare_kernels.",
     ),
+    "counts for a warning": ("adapter/zenflow_parts.py:_count_registrations",),
     "called once after a step, so not in every save": ("zenflow/rules/guard.py:Sample.predicted",),
     "a file of the kernel that cannot be read counts as absent": ("runtime/proc.py:read_text",),
     "threads that cannot be bound stay unbound, with a warning": (
