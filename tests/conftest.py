@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with suppress(ImportError):  # a machine with a GPU may not have it
         from hypothesis import settings
 
-        # of any length: the machine may be busy
+        # no deadline: the machine may be busy
         many = 300 if config.getoption("full") else 50
         settings.register_profile("untimed", deadline=None, max_examples=many)
         settings.load_profile("untimed")
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # else every later one looks at all tests, and hypothesis causes many
+    gc.freeze()  # else each garbage collection walks all tests, and hypothesis causes many
     gc.enable()
 
 

@@ -51,7 +51,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def __init__(self, *args: Any, settings: ZeroFields, ranks: RankGroup, **kwargs: Any) -> None:
         replicas = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
-        # a rank that fails here meets the others where they agree inside
+        # in the group of the agreements inside: DeepSpeed's is a copy, where a failed rank is alone
         self._construction_ranks = ranks if replicas.size == ranks.size else replicas
         with within(ranks, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []

@@ -26,5 +26,7 @@ def run_forked(
             status = process.wait(timeout=seconds)
         finally:
             process.kill()
-        said = [file.read().decode() for file in (out, err) if not file.seek(0)]
+        out.seek(0)
+        err.seek(0)
+        said = out.read().decode(), err.read().decode()
     return subprocess.CompletedProcess([module, *arguments], status, *said)

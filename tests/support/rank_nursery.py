@@ -1,11 +1,11 @@
 """Forks ranks from a process that has imported torch and DeepSpeed once: they start in
 milliseconds, not in seconds.
 
-`Nursery` is the tests' end, of a process of its own: a fork of one that all pytest processes of a
-session share if `start` was called before they were started. That one imports, starts no thread
-and trains nothing, so that a rank is like one that has just imported these modules; its environment
-is its own. A nursery also forks whole scripts, which end as a script ends: with an exit status of
-Python's, after what was registered for the exit.
+`Nursery` is a pytest process's way to the process that forks for it. That is itself a fork of one
+that all pytest processes of a session share, if `start` is called before they begin. The shared one
+imports, starts no thread and trains nothing, so a rank is like one that has just imported these
+modules; its environment is its own. A nursery also forks whole scripts, which end as a script ends:
+with an exit status of Python's, after what was registered for the exit.
 """
 
 from __future__ import annotations
@@ -163,12 +163,9 @@ def start(*devices: str) -> str:
     # without its pool, torch starts no thread when it is imported, if there is Triton
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"}
     passed = [each.fileno() for each in listening.values()]
-    environment = {**os.environ, **settings}
-    _started.append(
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL
-        )
-    )
+    env, null = {**os.environ, **settings}, subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=passed, stdin=null)
+    _started.append(process)
     for each in listening.values():
         each.close()
     return name
