@@ -16,15 +16,7 @@ from deepspeed_ext.cores import record_mask
 # would narrow the mask that core binding starts from.
 record_mask()
 
-__all__ = [
-    "__version__",
-    "disable",
-    "enable",
-    "errors",
-    "initialize",
-    "weight_parts",
-    "weights",
-]
+__all__ = ["__version__", "disable", "enable", "errors", "initialize", "weight_parts", "weights"]
 
 __version__ = "0.2.0"
 

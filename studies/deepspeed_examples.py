@@ -41,12 +41,7 @@ RANKS, BATCH, SECONDS = 2, 8, 900.0
 RATE = 1e-3
 """The example's 2e-5 is for a model of seven billion parameters; a tiny one learns with more."""
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-THEIRS = {
-    "topk_ratio": 0.1,
-    "update_interval": 4,
-    "full_warm_up_rounds": 0,
-    "overlap_step": True,
-}
+THEIRS = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}
 """The section of the example's zf_config.json."""
 OURS = {"update_rule": "predictive"}
 SUPER = {"ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9}

@@ -19,13 +19,7 @@ from pathlib import Path
 
 from deepspeed_ext.commands.memory.fit import GPU_RESERVE, Question, fits, suggested
 from deepspeed_ext.commands.memory.model import GIB, known, machine_of, read_shape, typical
-from deepspeed_ext.commands.memory.setup import (
-    MOMENTS,
-    Model,
-    Setup,
-    sections_of,
-    ways,
-)
+from deepspeed_ext.commands.memory.setup import MOMENTS, Model, Setup, sections_of, ways
 
 __all__ = ["OWNED", "PAGE", "Owned", "flash_largest", "largest", "page", "row", "table"]
 

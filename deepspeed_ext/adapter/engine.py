@@ -130,8 +130,7 @@ class Engine(EngineConstruction):
         managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (parts := self._parts) is not None:
-            parts.warn_of_untrained(self.module)
-            parts.require_known_state(partial(parts.readiness.require_steppable, managed))
+            parts.require_known_state(partial(parts.require_steppable, self.module, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step and self._files is not None and self._files.continues:

@@ -35,12 +35,7 @@ from deepspeed_ext.adapter.upstream import (
     is_quantized,
 )
 from deepspeed_ext.config import ZeroFields
-from deepspeed_ext.gather.launch import (
-    PendingParameter,
-    can_group,
-    gather_singles,
-    gather_together,
-)
+from deepspeed_ext.gather.launch import PendingParameter, can_group, gather_singles, gather_together
 from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import log_once, logger, warn_once

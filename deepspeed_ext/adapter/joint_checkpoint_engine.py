@@ -21,11 +21,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.saved_checkpoint import MODEL_FILES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
-from deepspeed_ext.checkpoint.file import (
-    ROOM,
-    advised,
-    marked,
-)
+from deepspeed_ext.checkpoint.file import ROOM, advised, marked
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError

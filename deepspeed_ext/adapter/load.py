@@ -42,13 +42,7 @@ from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, counted, log_once, logger
-from deepspeed_ext.runtime.ranks import (
-    MOST_TOLD,
-    RankGroup,
-    agreed,
-    rank_list,
-    together,
-)
+from deepspeed_ext.runtime.ranks import MOST_TOLD, RankGroup, agreed, rank_list, together
 
 
 class _Reader(TorchCheckpointEngine):

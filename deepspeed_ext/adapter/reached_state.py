@@ -38,15 +38,13 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import LOAD_ANOTHER, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, communicating_on_host, together
-from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
-_CONVERTED_NUMEL = 1 << 24
-"""Elements converted at once while they are copied from the arena to the weights."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -128,7 +126,7 @@ class ExactWeights:
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy: on the host if gradients are there to save accelerator memory, or if the
         accelerator is nearly full."""
-        on_host = self._host.decided.places.gradient is Place.HOST
+        on_host = self._host.decided.places.gradient is places.Place.HOST
         if not on_host and not get_accelerator().is_synchronized_device():
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()
@@ -136,7 +134,7 @@ class ExactWeights:
     def _round(self) -> None:
         for index in range(len(self._host.state.wholes)):
             # in parts: a copy that converts needs memory for its result
-            for part, p in self._parts(index, _CONVERTED_NUMEL):
+            for part, p in self._parts(index, places.CHUNK_NUMEL):
                 part.copy_(p)
 
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

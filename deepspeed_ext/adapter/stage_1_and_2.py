@@ -124,10 +124,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""
-        times = {
-            "startup_seconds": self._startup_seconds,
-            "flatten_seconds": self._flatten_seconds,
-        }
+        times = {"startup_seconds": self._startup_seconds, "flatten_seconds": self._flatten_seconds}
         # on the CPU the peak would be that of the whole process
         if get_accelerator().device_name() == "cpu":
             return times

@@ -143,10 +143,7 @@ class StepDriver:
     """
 
     def __init__(
-        self,
-        host: HostOptimizer,
-        partitions: ZeroPartitions,
-        scale: AutocastScale | None,
+        self, host: HostOptimizer, partitions: ZeroPartitions, scale: AutocastScale | None
     ) -> None:
         self._host = host
         self._partitions = partitions

@@ -80,7 +80,12 @@ class ZenFlowParts:
         self._untrained: list[tuple[str, torch.nn.Parameter]] = []
         self._walked_at = -1
 
-    def warn_of_untrained(self, module: torch.nn.Module) -> None:
+    def require_steppable(self, module: torch.nn.Module, managed: bool) -> None:
+        """See `Readiness.require_steppable`."""
+        self._warn_of_untrained(module)
+        self.readiness.require_steppable(managed)
+
+    def _warn_of_untrained(self, module: torch.nn.Module) -> None:
         """Warn of parameters with gradients that no step uses, once for each set of them: what is
         trained was decided at ``deepspeed.initialize``. Walking a model of many thousand parameters
         takes milliseconds, so it is walked again only if one was registered somewhere."""

@@ -15,11 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
-from deepspeed_ext.adapter.upstream import (
-    Swap,
-    gather_stream,
-    swapped,
-)
+from deepspeed_ext.adapter.upstream import Swap, gather_stream, swapped
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller, reducing_bytes

@@ -376,12 +376,7 @@ def within_quota(total: int, quota_cores: float | None) -> int:
     return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))
 
 
-def unbound_threads(
-    reserved: int | float | None,
-    local_ranks: int,
-    *,
-    on_cpu: bool = False,
-) -> int:
+def unbound_threads(reserved: int | float | None, local_ranks: int, *, on_cpu: bool = False) -> int:
     """The threads of an unbound optimizer process: as many as a plan would give it cores, with the
     arguments of `split_cores`. The `local_ranks` of this host share its cores evenly."""
     sharers, quota = max(1, local_ranks), read_cpu_quota_cores()

@@ -11,13 +11,7 @@ Each value appears as ``dsext/NAME`` in ``trainer.state.log_history`` and in eve
 
 from typing import Any
 
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deepspeed_ext.runtime.log import warn_once
 

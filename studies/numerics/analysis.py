@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from studies.numerics.rows import (
-    GROUPS,
-    SEEDS,
-    SHORTER_STARTS,
-    Group,
-    Row,
-    end_loss,
-    stored,
-)
+from studies.numerics.rows import GROUPS, SEEDS, SHORTER_STARTS, Group, Row, end_loss, stored
 from studies.numerics.rules import reference_of, with_references
 from studies.numerics.student import quantile, upper_tail
 from studies.numerics.tasks import TASKS

@@ -166,11 +166,7 @@ def current() -> str:
     """The page with the tables that the stored rows give; the rows themselves are too many for a
     page, and `rows_table` is printed."""
     text = page().read_text()
-    tables = {
-        TRENDS: trends_table,
-        CONTRASTS: contrasts_table,
-        RATES: rates_table,
-    }
+    tables = {TRENDS: trends_table, CONTRASTS: contrasts_table, RATES: rates_table}
     for name, make in tables.items():
         text = replace_part(text, name, make())
     return text

@@ -57,10 +57,7 @@ def without_fused_adam(config: Any) -> Any:
     accelerator has not."""
     if not isinstance(config, dict) or str(
         config.get("optimizer", {}).get("type", "")
-    ).lower() not in (
-        "adam",
-        "adamw",
-    ):
+    ).lower() not in ("adam", "adamw"):
         return config
     optimizer = config["optimizer"]
     return {

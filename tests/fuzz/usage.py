@@ -354,11 +354,7 @@ def found_by(program: Program) -> list[str]:
     settings = program.settings
     try:
         found = run_ranks(
-            settings.ranks,
-            check,
-            program,
-            device=settings.device,
-            timeout_seconds=TIMEOUT_SECONDS,
+            settings.ranks, check, program, device=settings.device, timeout_seconds=TIMEOUT_SECONDS
         )
     except RankError as error:
         races = " races, " in str(error)

@@ -31,6 +31,7 @@ def measured(*words: str) -> list[dict[str, Any]]:
     return bench_decoder.measure(bench_decoder.arguments().parse_args([*QUICK, *words]))
 
 
+@pytest.mark.full
 def test_ways_take_turns_and_all_but_the_first_step_of_a_turn_are_in_the_mean(
     tmp_path: Path,
 ) -> None:

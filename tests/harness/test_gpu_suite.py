@@ -257,6 +257,7 @@ def test_on_a_card_the_device_has_no_more_memory_for_whoever_asks() -> None:
     assert "name a smaller card" in refused
 
 
+@pytest.mark.full
 def test_the_ballast_is_held_as_long_as_its_part_lives() -> None:
     before = set(psutil.Process().children())
     with card.held(24, "cpu"):

@@ -122,10 +122,7 @@ def test_no_mutant_gets_more_than_its_time() -> None:
     assert [
         sum(test.seconds for test in chosen if test.has_ranks is has_ranks)
         for has_ranks in (True, False)
-    ] == [
-        30,
-        30,
-    ]
+    ] == [30, 30]
 
 
 class FakeRoom:

@@ -24,6 +24,7 @@ KINDS = [
 PROGRAMS = int(os.environ.get("EXAMPLES", "0"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("system", "stage", "dtype"), KINDS)
 def test_a_script_sees_what_it_sees_with_stock_deepspeed(
     system: str, stage: int, dtype: str

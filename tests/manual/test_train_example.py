@@ -187,14 +187,7 @@ def test_the_command_that_continues_is_the_one_that_was_given(
     monkeypatch.delenv("MADE_BY", raising=False)
     if made_by is not None:
         monkeypatch.setenv("MADE_BY", made_by)
-    given = [
-        "examples/train.py",
-        "--local_rank=0",
-        "--mode",
-        "zero2",
-        "--steps",
-        "9",
-    ]
+    given = ["examples/train.py", "--local_rank=0", "--mode", "zero2", "--steps", "9"]
     for once in (["--stop-after", "3"], ["--stop-after=3"], ["--resume"]):
         monkeypatch.setattr(sys, "argv", [*given, *once])
         assert importlib.import_module("folder").command("--resume") == expected

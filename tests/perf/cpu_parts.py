@@ -20,13 +20,7 @@ def _part(
 
 def parts() -> list[Part]:
     """All of them; `usual` are seconds on two quiet cores."""
-    return [
-        *_starts(),
-        *_gathers(),
-        *_steps(),
-        *_of_the_optimizer(),
-        *_trainings_and_plans(),
-    ]
+    return [*_starts(), *_gathers(), *_steps(), *_of_the_optimizer(), *_trainings_and_plans()]
 
 
 def _starts() -> list[Part]:
@@ -78,7 +72,7 @@ def _steps() -> list[Part]:
             f"--ways {ways} --model toy --batches 1x32 --turns 1 --steps 2 --name decoder_cpu",
             120,
             "decoder_cpu",
-        ),
+        )
     ]
 
 
@@ -91,7 +85,7 @@ def _of_the_optimizer() -> list[Part]:
             "--deepspeed --repeats 1 --numel 65536 50017",
             50,
             "cpu_adam",
-        ),
+        )
     ]
 
 

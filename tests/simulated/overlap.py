@@ -109,10 +109,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             "collective_us": 0.0,
             "network_gb_per_s": 1e6,
         }
-        with (
-            patch.object(places, "CHUNK_NUMEL", numel // way.chunks),
-            worker_time(ns_per_element),
-        ):
+        with patch.object(places, "CHUNK_NUMEL", numel // way.chunks), worker_time(ns_per_element):
             engine = make_engine(way.config(), model=partial(Linears, way.layers, WIDTH))
             steps(engine, WARM_UP_STEPS - SETTLING_STEPS)
             with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
@@ -131,9 +128,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             engine.destroy()
         measured = [
             replace(
-                span,
-                begin_us=max(0.0, span.begin_us - settled_us),
-                end_us=span.end_us - settled_us,
+                span, begin_us=max(0.0, span.begin_us - settled_us), end_us=span.end_us - settled_us
             )
             for span in spans
             if span.end_us > settled_us

@@ -168,11 +168,7 @@ def shared_bucket(ranks: RankGroup) -> None:
 
 def flat_buffer(ranks: RankGroup) -> None:
     """Slices of a flat buffer, in place: as suits the backend, and as suits others."""
-    for way in (
-        tiers.exchange_of(ranks),
-        tiers.broadcasts,
-        tiers.all_gather,
-    ):
+    for way in (tiers.exchange_of(ranks), tiers.broadcasts, tiers.all_gather):
         for numel in (1, 1000):
             expected = torch.arange(ranks.size * numel, dtype=torch.float32)
             flat = torch.full_like(expected, torch.nan).to(ranks.device)

@@ -33,11 +33,7 @@ __all__ = ["RULES", "RunError", "apart", "config_of", "tried"]
 STEPS = 6
 RULES = {
     "predictive": {},
-    "selective": {
-        "topk_ratio": 0.2,
-        "update_interval": 1,
-        "select_interval": 4,
-    },
+    "selective": {"topk_ratio": 0.2, "update_interval": 1, "select_interval": 4},
 }
 """Fields with which a rule defers nothing if ``overlap_step`` is false."""
 

@@ -62,11 +62,7 @@ def _write_core(base: Path, core: Core, old: bool) -> None:
         write(topology / "core_id", "0")
 
 
-def _write_nodes(
-    base: Path,
-    cores: Sequence[Core],
-    nodes: Sequence[int] | None,
-) -> None:
+def _write_nodes(base: Path, cores: Sequence[Core], nodes: Sequence[int] | None) -> None:
     ids = sorted(
         set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0}
     )
@@ -76,11 +72,7 @@ def _write_nodes(
 
 
 def _write_process(
-    root: Path,
-    online: Sequence[int],
-    old: bool,
-    quota: str | None,
-    mask: str | None,
+    root: Path, online: Sequence[int], old: bool, quota: str | None, mask: str | None
 ) -> None:
     allowed = mask or format_cpulist(online)
     write(

@@ -8,12 +8,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.support.models import OddModel
-from tests.support.zenflow import (
-    Outcome,
-    distance,
-    offload_config,
-    run,
-)
+from tests.support.zenflow import Outcome, distance, offload_config, run
 
 
 def with_and_without(config: dict, steps: int, **how: Any) -> tuple[Outcome, Outcome]:

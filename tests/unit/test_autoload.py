@@ -312,6 +312,7 @@ def test_ranks_that_are_forked_or_spawned_have_it(tmp_path: Path) -> None:
         assert line.startswith(f"{way} {message}")
 
 
+@pytest.mark.full
 def test_a_rank_forked_between_torch_and_deepspeed_has_it() -> None:
     assert run(LATE, DSEXT_AUTOLOAD="1") == ["deepspeed_ext.adapter.engine"]
 

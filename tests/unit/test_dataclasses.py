@@ -8,19 +8,9 @@ import ast
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "deepspeed_ext"
-PLANNERS = (
-    "commands/memory",
-    "config",
-    "cores",
-    "flatten",
-    "gather",
-    "runtime",
-    "zenflow/plan",
-)
+PLANNERS = ("commands/memory", "config", "cores", "flatten", "gather", "runtime", "zenflow/plan")
 SCHEDULES = ("schedule.py", "guard.py")
-FILLED_IN = {
-    "gather/launch.py:PendingParameter",
-}
+FILLED_IN = {"gather/launch.py:PendingParameter"}
 """What changes while something runs."""
 
 

@@ -139,21 +139,24 @@ class Held:
         where the weights are computed."""
         is_there = place is Place.ACCELERATOR
         yield from self._built_there() if is_there else self._built_here()
-        if self.plan.computes_there is not is_there:
-            return
         memory = Memory.ACCELERATOR if is_there else Memory.PAGEABLE
+        moment = "update" if is_there else "step"
+        if self.plan.computes_there is not is_there:
+            weights, state = self._of_rule(self._largest).crossing
+            weights *= self.plan.places.weights is Place.ACCELERATOR
+            part = Part("hot blocks on their way", weights if is_there else state, memory)
+            yield part, [(Phase.STEP, moment)]
+            return
         for each in self.plan.partitions:
             for kind, nbytes in self._of_rule(each).kept.items():
                 yield Part(kind, nbytes * each.times, memory), [_HELD]
         aside = self._item * self._numel if self.plan.rule.overlapped else 0
-        moment = "update" if is_there else "step"
         yield Part("temporaries", self._step_bytes, memory), [(Phase.STEP, moment)]
         yield Part("predicted weights, aside", aside, memory), [(Phase.SAVE, "export")]
 
     def _built_there(self) -> Iterator[Row]:
-        plan = self.plan
-        parts = {"landing buffers": plan.landing_bytes, "optimizer's share": plan.head_bytes}
-        for kind, nbytes in parts.items():
+        parts = {"landing buffers": self.plan.landing_bytes}
+        for kind, nbytes in (parts | {"optimizer's share": self.plan.head_bytes}).items():
             yield Part(kind, nbytes, Memory.ACCELERATOR), [_HELD, (Phase.START, "built")]
 
     def _built_here(self) -> Iterator[Row]:

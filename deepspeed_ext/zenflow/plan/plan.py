@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.arrays import (
-    OF_CHUNKS,
-    ArenaLayout,
-    ArraySpec,
-    plan_layout,
-)
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaLayout, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import (
     SLOTS_OF_CHUNKS,

@@ -36,11 +36,14 @@ class RuleBytes:
         kept: besides the weights, by kind.
         saved: of each tensor in a checkpoint, besides the arena.
         step: maximum temporaries while the weights are computed.
+        crossing: in a step, of weights that go to the accelerator, if they are computed elsewhere,
+            besides the worker's; and of state on the host that goes there, if they are not.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     saved: tuple[int, ...] = ()
     step: int = 0
+    crossing: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class SelectiveSettings(RuleSettings):
         mean = numel * gradient if self.interval > 1 else 0
         kept = {"hot blocks": numbers + hot * _STATE_BYTES, "mean gradient": mean}
         step = self.layout.step_bytes(hot, self.block_size) + hot * (item + gradient)
-        return RuleBytes(kept, (numbers, mean), step)
+        crossing = numbers + hot * item, 2 * FLOAT_BYTES * hot  # m and v at once
+        return RuleBytes(kept, (numbers, mean), step, crossing)
 
 
 _UNKNOWN_EPOCH = (

@@ -168,11 +168,8 @@ class SelectivePartitionValues(PartitionValues):
         assert self.last is not None, "it is behind"
         p, m, v = state
         first = begin // block_size
-        hot = (
-            torch.empty(0, dtype=torch.int64, device="cpu")
-            if self.hot_blocks is None
-            else self.hot_blocks
-        )
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        hot = none if self.hot_blocks is None else self.hot_blocks
         ids = hot[(hot >= first) & (hot < first + p.numel() // block_size)] - first
         kept = [rows_of(array, block_size)[ids] for array in state]
         cold = replace(self.last, step=self.cold_updates)
@@ -315,8 +312,11 @@ class SelectiveRule(UpdateRule):
 
     def _copied(self, partition: Partition, ids: torch.Tensor) -> HotBlocks:
         """The state of blocks `ids`, copied to where gradients are."""
-        rows = [rows_of(array, self.block_size)[ids.cpu()] for array in partition.state]
-        return HotBlocks(ids.to(partition.device), torch.stack(rows).to(partition.device))
+        shape = len(partition.state), len(ids), self.block_size
+        state = partition.master.new_empty(shape, device=partition.device)
+        for rows, array in zip(state, partition.state, strict=True):  # to need less of the host
+            rows.copy_(rows_of(array, self.block_size)[ids.cpu()])
+        return HotBlocks(ids.to(partition.device), state)
 
     def _make_cold(self, partition: Partition, state: SelectionState) -> None:
         """Let what the arena holds of the hot blocks be that of cold ones; see Note: [two
@@ -366,9 +366,7 @@ class SelectiveRule(UpdateRule):
 
     @torch.no_grad()
     def restart(
-        self,
-        counts: Sequence[int] | None,
-        partitions: Sequence[Partition] | None = None,
+        self, counts: Sequence[int] | None, partitions: Sequence[Partition] | None = None
     ) -> None:
         assert partitions is None, "no element moves under this rule"
         for partition, state in zip(self._partitions, self.states, strict=True):

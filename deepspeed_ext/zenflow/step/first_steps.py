@@ -17,7 +17,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import agreed
+from deepspeed_ext.runtime.ranks import agreed, raise_together
 from deepspeed_ext.runtime.timing import Stopwatch
 from deepspeed_ext.zenflow.plan import times
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, streams_in_step
@@ -69,7 +69,8 @@ class FirstSteps:
         schedule, waited = host.rule.schedule, plan.waits_last
         self._steps += 1
         if waited and not self.is_chosen:
-            self._note_alone(host)
+            with host.link.deferring_errors():
+                self._note_alone(host)
         if waited is not schedule.plan().waits_last:  # the coming step is of the other kind
             self._steps = 0
         enough = times.MEASURED_STEPS if waited else times.WATCHED_STEPS
@@ -81,10 +82,11 @@ class FirstSteps:
             self._metrics.begin_anew()
             return
         self._is_over = True
-        streams = streams_in_step(host.decided)
-        step = self._metrics.typical_step() if streams or not waited else None
-        if step is not None and host.ranks.rank == 0:
-            logger.info(times.limit_line(step, self._cores, streams=streams))
+        with host.link.deferring_errors():
+            streams = streams_in_step(host.decided)
+            step = self._metrics.typical_step() if streams or not waited else None
+            if step is not None and host.ranks.rank == 0:
+                logger.info(times.limit_line(step, self._cores, streams=streams))
 
     def _note_alone(self, host: HostOptimizer) -> None:
         """A synchronous step has ended: note its pass, and set the threads of the next one."""
@@ -135,29 +137,25 @@ class FirstSteps:
                 moved keeps its own.
             threads: those that were chosen on this machine; None: there was no choice here.
         """
-        is_kept = host.ranks.all(threads is not None)
-        if self._chooses_share:
-            is_kept &= self._take_over(host, heads)
+        plan, sizes = host.decided, [each.numel for each in host.decided.partitions]
+        fits = len(heads) == len(sizes) and all(
+            head % plan.rule.block_size == 0 and head <= size
+            for head, size in zip(heads, sizes, strict=False)
+        )
+        raise_together(host.ranks, None)  # this is inside a block of `together`
+        mine = int(threads is not None), int(fits), -int(any(heads))
+        is_kept, fits_all, wants = map(bool, host.ranks.minimum(*mine))
+        if self._chooses_share and (plan.head_bytes or not (wants and fits_all)):
+            is_kept &= fits_all and wants is bool(plan.head_bytes)
+        elif self._chooses_share:
+            share = 1.0 - sum(heads) / max(1, sum(sizes))
+            is_kept &= move(host, times.with_heads(plan, heads, share, "the checkpoint's"))
         self._steps, self._passes, self._alone = 0, [], None
         self._metrics.begin_anew()
         if is_kept:
             self.is_chosen, self._metrics.estimating = True, None
         kept = threads if is_kept and threads in self._counts else None
         self._limit(host, kept or self._counts[0])
-
-    def _take_over(self, host: HostOptimizer, heads: Sequence[int]) -> bool:
-        """Let so many elements of each partition step on the accelerator; return whether they do. A
-        collective."""
-        plan, sizes = host.decided, [each.numel for each in host.decided.partitions]
-        fits = len(heads) == len(sizes) and all(
-            head % plan.rule.block_size == 0 and head <= size
-            for head, size in zip(heads, sizes, strict=False)
-        )
-        wants, fits_all = host.ranks.minimum(-int(any(heads)), int(fits))
-        if plan.head_bytes or not (wants and fits_all):
-            return bool(fits_all) and bool(wants) is bool(plan.head_bytes)
-        share = 1.0 - sum(heads) / max(1, sum(sizes))
-        return move(host, times.with_heads(plan, heads, share, "the checkpoint's"))
 
 
 def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:

@@ -36,11 +36,7 @@ class Heads:
     """
 
     def __init__(
-        self,
-        plan: ZenFlowPlan,
-        weights: Sequence[torch.Tensor],
-        arena: Arena,
-        kind: OptimizerKind,
+        self, plan: ZenFlowPlan, weights: Sequence[torch.Tensor], arena: Arena, kind: OptimizerKind
     ) -> None:
         device, block_size, layout = weights[0].device, plan.rule.block_size, kind.layout
         self.numels = tuple(each.head for each in plan.partitions)

@@ -25,13 +25,7 @@ from deepspeed_ext.zenflow.transfers.landing import LandingBuffer
 from deepspeed_ext.zenflow.transfers.stream import Predict, Stream
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.native import library_path
-from deepspeed_ext.zenflow.worker.messages import (
-    ArenaRelay,
-    Patience,
-    Span,
-    WorkerPlan,
-    WorkerTask,
-)
+from deepspeed_ext.zenflow.worker.messages import ArenaRelay, Patience, Span, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
@@ -208,9 +202,9 @@ class WorkerLink:
             gives: partitions whose weights arrive.
             predicts: see `Stream.depart`.
         """
-        self.stream.expect(gives)
-        if tasks and not self.failed:
-            with self.deferring_errors():
+        with self.deferring_errors():
+            self.stream.expect(gives)
+            if tasks and not self.failed:
                 self.is_in_flight, self.is_unread, self._gradients = True, False, gradients
                 self.stream.depart(tasks, predicts)
 

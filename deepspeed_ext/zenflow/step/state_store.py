@@ -461,13 +461,13 @@ class StateStore:
 
     def take_back(self) -> None:
         """Let the worker start from what was exposed; from now on codes are the state again."""
-        if self._is_exposed:
-            self.link.wait()  # no collective, because other ranks may not be exposed
-            with self.link.deferring_errors():
+        with self.link.deferring_errors():
+            if self._is_exposed:
+                self.link.wait()  # no collective, because other ranks may not be exposed
                 self._is_exposed = self.link.is_unread = False
                 self._take_back()
                 self._rule.resume()
-        self._moments.begin_step()
+            self._moments.begin_step()
 
     def hide(self) -> None:
         """Free the memory of what was shown and is no longer read."""

@@ -147,10 +147,7 @@ class Stream:
         # the accelerator's waits for weights and for passes, and its steps
         self._for_weights, self._for_passes, self._whole = Stopwatch(), Stopwatch(), Stopwatch()
         self._slots = [
-            Slot(
-                arena.tensor("y", OF_CHUNKS, key.slot),
-                None if plan.peeks else arena.tensor(*key),
-            )
+            Slot(arena.tensor("y", OF_CHUNKS, key.slot), None if plan.peeks else arena.tensor(*key))
             for key in arena.keys("y" if plan.peeks else "g", OF_CHUNKS)
         ]
         # of each partition: where its newest y is or will be, and where the one before is

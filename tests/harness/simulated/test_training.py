@@ -14,7 +14,7 @@ from tests.support.same import assert_same
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     "case",
     [*CASES[2::13], *(pytest.param(case, marks=pytest.mark.full) for case in CASES)],

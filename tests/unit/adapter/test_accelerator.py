@@ -18,10 +18,7 @@ from tests.support.gather import DTYPES, WAYS, compare_gathers
 from tests.support.ranks import run_ranks
 from tests.support.variants import VARIANTS, failed_resumes
 from tests.support.zenflow import zenflow_config
-from tests.support.zenflow_runs import (
-    difference,
-    with_and_without,
-)
+from tests.support.zenflow_runs import difference, with_and_without
 
 pytestmark = pytest.mark.gpu
 RANKS = [1, 2, 3]

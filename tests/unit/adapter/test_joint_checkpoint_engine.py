@@ -132,9 +132,7 @@ def refusal(folder: Path, tag: str) -> str:
     return str(refused.value)
 
 
-def test_tags_under_which_a_save_could_not_be_found_are_refused_at_the_save(
-    tmp_path: Path,
-) -> None:
+def test_tags_under_which_a_save_could_not_be_found_are_refused_at_the_save(tmp_path: Path) -> None:
     (tmp_path / "disk0").mkdir()
     for tag in NO_FOLDER_OF_ITS_OWN:
         assert "not inside the checkpoint folder" in refusal(tmp_path, tag), tag

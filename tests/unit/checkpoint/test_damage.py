@@ -142,7 +142,7 @@ def loads(
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("rule", "moments"),

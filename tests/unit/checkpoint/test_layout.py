@@ -129,8 +129,7 @@ def test_partitions_fit_under_new_names_but_not_under_swapped_ones(names: str, f
 
 
 @pytest.mark.parametrize(
-    ("groups", "expected"),
-    [([[0, 1], [2]], [0, 0, 1]), ([[1], [2], [0]], [0, 1, 2])],
+    ("groups", "expected"), [([[0, 1], [2]], [0, 0, 1]), ([[1], [2], [0]], [0, 1, 2])]
 )
 def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
     groups: list[list[int]], expected: list[int]

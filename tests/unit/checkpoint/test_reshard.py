@@ -78,6 +78,7 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         assert losses == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -229,13 +230,7 @@ def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> N
     test_everything_arrives_to_the_bit(Run(2, 3, way), other, module_folder)
 
 
-def refused(
-    run: Run,
-    folder: str,
-    model: Any = None,
-    groups: Any = two_groups,
-    **how: Any,
-) -> str:
+def refused(run: Run, folder: str, model: Any = None, groups: Any = two_groups, **how: Any) -> str:
     """What an error says. The engine trains on."""
     engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=groups)
     losses = train(engine, data(0, 2))

@@ -19,7 +19,7 @@ from tests.support.models import Linears
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 WIDTH = 1536
 CHUNK_NUMEL = 1 << 16

@@ -19,13 +19,7 @@ from tests.support.forked import run_forked
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
-from tests.support.zenflow import (
-    full_masters_of,
-    make_engine,
-    train,
-    weights_of,
-    zenflow_config,
-)
+from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(4)
 

@@ -166,10 +166,7 @@ def test_what_is_changed_is_named() -> None:
         bf16={"enabled": "auto"},
         wandb={"enabled": True},
         gradient_accumulation_steps=600,
-        zero_optimization={
-            "reduce_bucket_size": "auto",
-            "zenflow": {"full_warm_up_rounds": 100},
-        },
+        zero_optimization={"reduce_bucket_size": "auto", "zenflow": {"full_warm_up_rounds": 100}},
     )
     assert config["zero_optimization"] == {"zenflow": {"full_warm_up_rounds": 2}}
     assert config["bf16"] == {"enabled": True}
@@ -290,6 +287,7 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
     assert number == signal.SIGKILL or not list(temporary.glob("dsext-verify-*"))
 
 
+@pytest.mark.full
 def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> None:
     """In a folder with modules of common names, none of which is imported."""
     for name in ("random", "json", "torch", "deepspeed"):

@@ -280,11 +280,7 @@ def test_right_files_and_forms_are_read_as_before(tmp_path: Path) -> None:
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
-SELECTING: dict[str, Any] = {
-    "topk_ratio": 0.2,
-    "select_strategy": "step",
-    "select_interval": 8,
-}
+SELECTING: dict[str, Any] = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 8}
 
 
 def test_every_select_field_and_nothing_else_chooses_the_selective_rule() -> None:

@@ -36,13 +36,7 @@ CPU = "sys/devices/system/cpu"
 
 @pytest.mark.parametrize(
     ("text", "cpus"),
-    [
-        ("", []),
-        ("3", [3]),
-        ("0,4-6\n", [0, 4, 5, 6]),
-        (" 1 , 3-3 ", [1, 3]),
-        ("5-6,5", [5, 6]),
-    ],
+    [("", []), ("3", [3]), ("0,4-6\n", [0, 4, 5, 6]), (" 1 , 3-3 ", [1, 3]), ("5-6,5", [5, 6])],
 )
 def test_cpu_lists_are_read_as_the_kernel_writes_them(text: str, cpus: list[int]) -> None:
     assert parse_cpulist(text) == frozenset(cpus)

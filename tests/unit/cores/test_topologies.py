@@ -44,12 +44,7 @@ def test_planner_gives_the_known_plan(case: Case) -> None:
 @pytest.mark.parametrize("old", [False, True])
 def test_a_host_is_read_as_it_was_written(case: Case, old: bool, tmp_path: Path) -> None:
     write_host(
-        tmp_path,
-        case.cores,
-        old=old,
-        nodes=case.nodes,
-        efficient=case.efficient,
-        quota=case.quota,
+        tmp_path, case.cores, old=old, nodes=case.nodes, efficient=case.efficient, quota=case.quota
     )
     topology, (rank,), _ = read_host(tmp_path)
     assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))

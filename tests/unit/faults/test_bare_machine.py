@@ -68,18 +68,12 @@ def test_without_compiler_and_caches(tmp_path: Path) -> None:
     DeepSpeed's own communication cannot start on such a machine without an accelerator: it compiles
     an operator."""
     shutil.copytree(
-        ROOT / "deepspeed_ext",
-        tmp_path / "deepspeed_ext",
-        ignore=shutil.ignore_patterns("*.so"),
+        ROOT / "deepspeed_ext", tmp_path / "deepspeed_ext", ignore=shutil.ignore_patterns("*.so")
     )
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
     empty = tmp_path / "empty"
     empty.mkdir()
-    folders = {
-        "PATH": str(empty),
-        "CXX": "",
-        "TORCH_EXTENSIONS_DIR": str(empty),
-    }
+    folders = {"PATH": str(empty), "CXX": "", "TORCH_EXTENSIONS_DIR": str(empty)}
     found = train(tmp_path, **folders)
     assert found["kernel"] == "reference"
     # equal to rounding, and then 16-bit weights

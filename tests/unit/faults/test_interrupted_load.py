@@ -67,8 +67,11 @@ class Run:
                     engine.load_checkpoint(self.folder, tag="saved", load_module_only=True)
                 engine.load_checkpoint(self.folder, tag="saved")
                 losses = train(engine, self.data[BEFORE:])
-            except StateError as again:  # inside the connection to the optimizer process
+            except RuntimeError as again:
                 found["again"] = str(again)
+                # inside the connection to the optimizer process, or a gather of DeepSpeed's
+                if not isinstance(again, StateError) and "to be released" not in str(again):
+                    raise
         if "again" not in found:
             found |= {
                 "losses": losses,

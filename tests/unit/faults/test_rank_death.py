@@ -213,7 +213,7 @@ CASES += [
 ]
 
 
-@pytest.mark.sampled(55)
+@pytest.mark.sampled(110)
 @pytest.mark.parametrize(("name", "way", "stage", "ranks", "device"), CASES)
 def test_the_others_end_with_one_error_and_leave_nothing(
     name: str, way: str, stage: int, ranks: int, device: str, tmp_path: Path

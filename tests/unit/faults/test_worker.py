@@ -194,6 +194,7 @@ def lose_in(config: dict[str, Any], phase: str, folder: str) -> dict[str, Any]:
     return {"message": message, "left": left, "same": resumed == straight}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("stage", "device"), [(2, "sim"), (3, "cpu"), (3, "sim")])
 def test_a_worker_dies_in_any_phase_of_an_exact_step(

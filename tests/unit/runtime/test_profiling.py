@@ -38,10 +38,7 @@ EXPECTED = {
             for part in ("begin_step", "step_partition", "finish_weights", "end_step")
         ),
     },
-    "flatten": {
-        "startup.flatten",
-        *(f"flatten.{part}" for part in ("pack", "fill", "exchange")),
-    },
+    "flatten": {"startup.flatten", *(f"flatten.{part}" for part in ("pack", "fill", "exchange"))},
     "gather": {"gather.fetch", "gather.wait"},
 }
 

@@ -19,13 +19,7 @@ from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import RULES as OVERLAPPED
-from tests.support.zenflow import (
-    make_engine,
-    offload_config,
-    train,
-    weights_of,
-    zenflow_config,
-)
+from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled()
 

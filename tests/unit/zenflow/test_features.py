@@ -20,10 +20,7 @@ def measured_run(config: dict) -> dict[str, Any]:
     losses = train(engine, batches(30, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
     adam.state.drain()
-    found = {
-        "losses": losses,
-        "figures": engine.optimizer.measurements(),
-    }
+    found = {"losses": losses, "figures": engine.optimizer.measurements()}
     engine.destroy()
     return found
 

@@ -21,13 +21,7 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.state_access import state_of
-from tests.support.zenflow import (
-    RULES,
-    full_masters_of,
-    make_engine,
-    train,
-    zenflow_config,
-)
+from tests.support.zenflow import RULES, full_masters_of, make_engine, train, zenflow_config
 
 pytestmark = pytest.mark.sampled(6)
 

@@ -53,12 +53,7 @@ RULES = {
     "predictive": {"full_warm_up_rounds": 2},
     "selective": {**SELECTIVE, "update_interval": 2, "select_interval": 4, "overlap_step": True},
     "another interval": {**SELECTIVE, "update_interval": 3, "select_interval": 6},
-    "other blocks": {
-        **SELECTIVE,
-        "update_interval": 2,
-        "select_interval": 4,
-        "block_size": 64,
-    },
+    "other blocks": {**SELECTIVE, "update_interval": 2, "select_interval": 4, "block_size": 64},
 }
 
 

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-)
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import RankError, run_ranks

@@ -106,7 +106,7 @@ OTHER_BLOCKS = [
 """On other ranks, where other elements are in a block."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("saved", "loaded"), [*MORE_BITS, *OTHER_BLOCKS])
 def test_moments_are_rounded_once_when_they_are_loaded(
     saved: Run, loaded: Run, tmp_path: Path

@@ -23,12 +23,7 @@ def of(chosen: dict[str, Variant], **more: list[Any]) -> pytest.MarkDecorator:
         (name, *case)
         for name, each in chosen.items()
         for case in itertools.product(
-            each.stages,
-            each.ranks,
-            each.dtypes,
-            each.accumulations,
-            each.clippings,
-            *more.values(),
+            each.stages, each.ranks, each.dtypes, each.accumulations, each.clippings, *more.values()
         )
     ]
     return pytest.mark.parametrize((*CASE, *more), cover(cases))

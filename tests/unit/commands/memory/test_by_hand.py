@@ -23,10 +23,7 @@ MODELS = {  # parameters; vocabulary, width, layers; queries and keys per token;
 }
 STATE = {"fp32 moments": 4 + 8, "bf16 moments": 4 + 4, "8-bit moments": 4 + 2 * (1 + 1 / 32)}
 """Bytes of p, m and v per parameter; codes have a scale of a byte per block of 32."""
-NEEDS = {
-    "mistral-7b": ((128, 192), (96, 128), (64, 96)),
-    "7e9": ((128, 128), (96, 128), (64, 96)),
-}
+NEEDS = {"mistral-7b": ((128, 192), (96, 128), (64, 96)), "7e9": ((128, 128), (96, 128), (64, 96))}
 WITH_FUSED_LOSS = NEEDS | {
     "qwen2.5-7b": ((128, 192), (96, 128), (96, 96)),
     "llama-3.1-8b": ((128, 192), (96, 128), (96, 128)),

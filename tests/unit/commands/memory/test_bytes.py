@@ -208,10 +208,7 @@ def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
     assert plan.copies is Copies.BESIDE_STEP
     numel, blocks = 2**20, 2**20 // 32
     there = {part.kind: part.nbytes for part in Held(plan).parts(Place.ACCELERATOR, Phase.BETWEEN)}
-    assert there == {
-        "landing buffers": 2 * numel + 4 * blocks,
-        "derived denominators": 4 * blocks,
-    }
+    assert there == {"landing buffers": 2 * numel + 4 * blocks, "derived denominators": 4 * blocks}
     here = {part.kind: part for part in Held(plan).parts(Place.HOST, Phase.BETWEEN)}
     for kind in ("master", "moment m", "moment v"):
         assert here[kind].nbytes == pytest.approx(4 * numel, abs=2 * PAGE)

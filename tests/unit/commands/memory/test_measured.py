@@ -255,6 +255,7 @@ def test_what_the_estimate_keeps_is_planned_to_the_byte() -> None:
     assert [rank.kept for rank in run_ranks(2, measure_state, config)] == [kept, kept]
 
 
+@pytest.mark.full
 def test_a_plan_of_another_model_would_be_noticed() -> None:
     config = memory_config(2, "ZeRO")
     plan = planned(config, 2)

@@ -78,12 +78,7 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
         "step, 16 bits": lambda: AdamPasses.take_step(of_16, rows, step, BLOCK),
         "step, 8 bits": lambda: AdamPasses.take_step(of_8, rows, step, BLOCK),
         "predict by signs": lambda: lion.predict(
-            known,
-            weights,
-            published,
-            grad,
-            LionStep(1e-3, 0.9, 0.99, 0, 1, 0.5),
-            BLOCK,
+            known, weights, published, grad, LionStep(1e-3, 0.9, 0.99, 0, 1, 0.5), BLOCK
         ),
     }
 

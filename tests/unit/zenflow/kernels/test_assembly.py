@@ -6,10 +6,7 @@ import pytest
 
 from tests.support.device_kernels import ELEMENT_BYTES, TARGETS, Variant, compiled
 
-ARRAYS = {
-    "predict": ("weights", "published", "grad"),
-    "adam_step": ("grad", "weights"),
-}
+ARRAYS = {"predict": ("weights", "published", "grad"), "adam_step": ("grad", "weights")}
 
 BY_DEFAULT = {*itertools.product(ARRAYS, ("sm_80", "sm_120", "gfx942"))}
 

@@ -60,12 +60,7 @@ def on_threads(count: int) -> Iterator[None]:
     seed=st.integers(0, 1 << 16),
 )
 def test_every_bit_is_the_definitions(
-    n: int,
-    block: int,
-    threads: int,
-    weights: torch.dtype,
-    grad: torch.dtype,
-    seed: int,
+    n: int, block: int, threads: int, weights: torch.dtype, grad: torch.dtype, seed: int
 ) -> None:
     w = array(n, weights, seed, 1.0)
     y = array(n, weights, seed + 1, 1.0)

@@ -30,10 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"state_dtype": "int8"},
         {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
     ),
-    "offload_param": (
-        {},
-        {"offload_param": ON_HOST, "offload_optimizer": ON_HOST},
-    ),
+    "offload_param": ({}, {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}),
     "selective": ({"topk_ratio": 0.1, "select_interval": 4, "update_interval": 2}, {}),
 }
 

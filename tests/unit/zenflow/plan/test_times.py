@@ -45,10 +45,7 @@ shares = st.floats(0.0, 1.0)
 
 
 def plan_of(
-    *numels: int,
-    share: float | None = 1.0,
-    host: int | None = None,
-    **config: Any,
+    *numels: int, share: float | None = 1.0, host: int | None = None, **config: Any
 ) -> ZenFlowPlan:
     caller = Caller("bfloat16", "bfloat16", takes_gradients=True)
     limits = () if host is None else (("machine", host),)
@@ -187,13 +184,7 @@ def test_at_most_three_thread_counts_are_tried() -> None:
 # -- the arena of a plan that moved ----------------------------------------------------------------
 
 
-plans = st.sampled_from(
-    [
-        {},
-        {"hide_transfers": False},
-        {"state_dtype": "int8"},
-    ]
-)
+plans = st.sampled_from([{}, {"hide_transfers": False}, {"state_dtype": "int8"}])
 
 
 @many
@@ -289,26 +280,10 @@ def test_copies_that_stay_inside_the_step_are_what_the_pass_does_not_explain() -
 @pytest.mark.parametrize(
     ("measured", "cores", "line"),
     [
-        (
-            Step(2.0, 0.04, 0.0, 0.5),
-            (14, 16),
-            "1.02x its time without the optimizer; nothing",
-        ),
-        (
-            Step(1.0, 0.08, 0.08, 1.08),
-            (14, 16),
-            "the optimizer process limits it (14 of 16 cores)",
-        ),
-        (
-            Step(1.0, 0.08, 0.08, 1.08),
-            None,
-            "the optimizer process limits it: fewer pt_reserved",
-        ),
-        (
-            Step(1.0, 0.30, 0.28, 0.60),
-            None,
-            "1.30x its time without the optimizer; the link to",
-        ),
+        (Step(2.0, 0.04, 0.0, 0.5), (14, 16), "1.02x its time without the optimizer; nothing"),
+        (Step(1.0, 0.08, 0.08, 1.08), (14, 16), "the optimizer process limits it (14 of 16 cores)"),
+        (Step(1.0, 0.08, 0.08, 1.08), None, "the optimizer process limits it: fewer pt_reserved"),
+        (Step(1.0, 0.30, 0.28, 0.60), None, "1.30x its time without the optimizer; the link to"),
     ],
 )
 def test_a_line_says_what_limits(

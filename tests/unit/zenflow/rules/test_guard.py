@@ -37,8 +37,7 @@ def walk(schedule: PredictiveSchedule, steps: int) -> list:
 
 
 @pytest.mark.parametrize(
-    ("source", "slots"),
-    [(Source.COPY, 1), (Source.HOST, 2), (Source.BACKWARD, 2)],
+    ("source", "slots"), [(Source.COPY, 1), (Source.HOST, 2), (Source.BACKWARD, 2)]
 )
 def test_slots_of_gradients(source: Source, slots: int) -> None:
     assert slots_at(source) == slots

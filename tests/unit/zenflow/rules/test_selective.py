@@ -141,8 +141,7 @@ def compare_with_simulation(
 
 @pytest.mark.parametrize("numel", [400, 391, BLOCK - 1])
 @pytest.mark.parametrize(
-    ("interval", "overlapped", "every"),
-    [(1, False, 4), (1, True, 4), (3, False, 6), (3, True, 6)],
+    ("interval", "overlapped", "every"), [(1, False, 4), (1, True, 4), (3, False, 6), (3, True, 6)]
 )
 def test_every_step_equals_the_simulation(
     numel: int, interval: int, overlapped: bool, every: int

@@ -37,11 +37,7 @@ run_ranks = functools.partial(rank_pools.run_ranks, pool="beside")
 
 RULES: dict[str, dict[str, Any]] = {
     "predictive": {"overlap_step": False},
-    "selective": {
-        "topk_ratio": 0.999,
-        "update_interval": 1,
-        "select_interval": 6,
-    },
+    "selective": {"topk_ratio": 0.999, "update_interval": 1, "select_interval": 6},
 }
 
 
@@ -195,11 +191,7 @@ def test_one_engine_after_another_and_two_at_once(stage: int) -> None:
     """Overlapped, one of each rule."""
     predictive = zenflow_config(stage, full_warm_up_rounds=2)
     selective = zenflow_config(
-        stage,
-        topk_ratio=0.1,
-        update_interval=2,
-        select_interval=4,
-        overlap_step=True,
+        stage, topk_ratio=0.1, update_interval=2, select_interval=4, overlap_step=True
     )
     assert run_ranks(2, engines_together, predictive, selective) == [["", ""]] * 2
 

@@ -180,12 +180,7 @@ def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
             True,
             r"0\.6 s\. It may still be writing a checkpoint .*: save to another one\.",
         ),
-        (
-            0.6,
-            0.3,
-            True,
-            r"0\.6 s \(zenflow.worker_timeout_seconds = 0\.6\).*: raise the timeout",
-        ),
+        (0.6, 0.3, True, r"0\.6 s \(zenflow.worker_timeout_seconds = 0\.6\).*: raise the timeout"),
     ],
 )
 def test_a_stopped_worker_times_out_and_is_killed(

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel.definition import ReferenceKernel
-from tests.support.kernels import (
-    DTYPES,
-    KERNELS,
-    KINDS,
-    Problem,
-    make_kernel,
-    make_pass,
-    steps_of,
-)
+from tests.support.kernels import DTYPES, KERNELS, KINDS, Problem, make_kernel, make_pass, steps_of
 from tests.support.same import assert_same
 
 pytestmark = pytest.mark.sampled("pairs")
