@@ -176,10 +176,11 @@ class Load:
         return self._saved.has_whole_weights and not target.is_sharded
 
     def _needs_p(self, target: Target) -> bool:
-        """Whether p must be loaded if only weights are. Otherwise DeepSpeed sets the masters to the
-        saved weights, because these are p, or the checkpoint is of another model."""
+        """Whether p must be loaded if only weights are. At stage 3 DeepSpeed would load none: they
+        are not in its file of the model. Otherwise DeepSpeed sets the masters to the saved weights,
+        because these are p, or the checkpoint is of another model."""
         if target.is_sharded or not self._saved.has_zenflow_state:
-            return False
+            return target.is_sharded
         try:
             target.layout.require_same_parameters(self._saved.layout)
         except CheckpointError as error:
@@ -199,8 +200,7 @@ class Load:
         if self.how["custom_load_fn"] is not None and not has_weights:
             raise CheckpointError(
                 "custom_load_fn was given, but there are no whole weights to pass to it: the "
-                "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
-                "another stage. Load without it"
+                "checkpoint or this run is of ZeRO stage 3. Load without it"
             )
         with reading(saved.folder):
             moments = zenflow.host.kind.layout.names if zenflow is not None and loads_state else ()

@@ -83,6 +83,8 @@ class Case:
         assert launch.variants() or before, "no kernel ran"
         with patch.object(launch, "serves", lambda *_: False):
             run(*wanted)
+        for each in (each for each in (*arrays, *wanted) if each.dtype == torch.bfloat16):
+            each.masked_fill_(each.abs() < torch.finfo(torch.bfloat16).tiny, 0.0)
         return list(zip(arrays, wanted, strict=True))
 
     def predict(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -120,10 +122,7 @@ class Case:
             store([kept[0], kept[1].abs_()], [each.view(-1) for each in codes], scales, self.block)
             state = [p, *codes, *scales]
         step = self.step()
-        pairs = self.both(lambda w, *s: launch.adam_step(s, grad, w, step), [weights, *state])
-        for each in (each for pair in pairs for each in pair if each.dtype == torch.bfloat16):
-            each.masked_fill_(each.abs() < torch.finfo(torch.bfloat16).tiny, 0.0)
-        return pairs
+        return self.both(lambda w, *s: launch.adam_step(s, grad, w, step), [weights, *state])
 
 
 def rounded_sqrt(array: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:

@@ -525,6 +525,7 @@ def gradients_seen(config: dict[str, Any], variant: Variant) -> dict[str, Any]:
     seen["set gradient"] = safe_get_full_grad(weight).cpu().clone()
     engine.step()
     seen |= state_at_end(engine, variant)
+    seen["norm"] = torch.tensor(seen["norm"])  # weights on the host: ZeRO-Offload's, in fp32
     engine.destroy()
     return seen
 

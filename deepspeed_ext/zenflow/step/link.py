@@ -202,9 +202,9 @@ class WorkerLink:
             gives: partitions whose weights arrive.
             predicts: see `Stream.depart`.
         """
-        with self.deferring_errors():
-            self.stream.expect(gives)
-            if tasks and not self.failed:
+        self.stream.expect(gives)
+        if tasks and not self.failed:
+            with self.deferring_errors():
                 self.is_in_flight, self.is_unread, self._gradients = True, False, gradients
                 self.stream.depart(tasks, predicts)
 

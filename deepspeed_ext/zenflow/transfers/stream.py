@@ -240,8 +240,8 @@ class Stream:
     # -- the way to the worker, and back -----------------------------------------------------------
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Register that the worker will give these partitions' weights, before their tasks
-        depart."""
+        """Register that the worker will give these partitions' weights, before their tasks depart.
+        Whether weights are awaited is the same on all ranks, also on one that has failed."""
         for index, span in self.chunks.in_order(indices):
             self._awaited[index, span.begin] = span
 

@@ -157,9 +157,9 @@ def loaded_alone(config: dict[str, Any], folder: str) -> dict[str, str]:
     ("stage", "rule"),
     [
         (2, "predictive"),
-        (1, "selective"),
+        (3, "predictive"),
         pytest.param(1, "predictive", marks=pytest.mark.full),
-        pytest.param(3, "predictive", marks=pytest.mark.full),
+        pytest.param(1, "selective", marks=pytest.mark.full),
     ],
 )
 def test_a_model_that_is_loaded_alone_is_the_rounded_masters(

@@ -79,8 +79,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/reached_state.py:ReachedState.settle",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
-        "flatten/tiers.py:broadcasts",
-        "flatten/tiers.py:_flat_with_own_slice",
+        *(f"flatten/tiers.py:{name}" for name in ("broadcasts", "_flat_with_own_slice")),
         *(f"zenflow/step/first_steps.py:FirstSteps.{name}" for name in ("after_step", "_choose")),
         "adapter/zenflow_parts.py:StepsInProcess._step",
         "adapter/step.py:StepDriver.run",
@@ -121,8 +120,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.complete",
         "zenflow/step/link.py:WorkerLink.depart",
         "zenflow/step/optimizer.py:HostOptimizer._hand_over",
-        "zenflow/step/state_store.py:StateStore.begin_step",
-        "zenflow/step/state_store.py:StateStore.take_back",
+        *(f"zenflow/step/state_store.py:StateStore.{name}" for name in ("begin_step", "take_back")),
     ),
     "waits as DeepSpeed's own method does; "
     "only an error of the device fails there, and ends the rank anyway": tuple(
@@ -130,6 +128,8 @@ CANNOT_BE_AGREED_ON = {
         for name in ("WeakEngine", "stream_timer", "held_optimizers")
     ),
     "only assigns values, unless a save was interrupted": (
+        "zenflow/transfers/stream.py:Stream.expect",
+        "zenflow/transfers/chunks.py:ChunkOrder.in_order",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.commit",
@@ -188,10 +188,10 @@ HARMLESS = {
         "zenflow/worker/process.py:OptimizerProcess._exchange",
         "zenflow/worker/process.py:OptimizerProcess._note",
     ),
+    "called in the last step of some phases": ("zenflow/plan/times.py:limit_line",),
     "asked once in a process": (
         "runtime/backend.py:pinned_empty",
-        "runtime/memory.py:can_page_lock",
-        "runtime/memory.py:_page_locked",
+        *(f"runtime/memory.py:{name}" for name in ("can_page_lock", "_page_locked")),
     ),
     "without kernels, everything is computed by torch operations, with a warning": (
         "zenflow/kernels/launch.py:_found",

@@ -49,9 +49,9 @@ def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpu", "host", "section"),
     [
-        ("24", "96", {"gradients_on_host": True, "state_dtype": "int8"}),
+        ("24", "96", {"gradients_on_host": True, "state_dtype": "bfloat16"}),
         ("80", "512", {"stage": 3, "update_rule": "exact"}),
-        ("12", "256", {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}),
+        ("20", "256", {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}),
     ],
 )
 def test_a_config_that_plan_writes_for_the_trainer_trains_with_it(

@@ -92,7 +92,7 @@ def evaluated(stage: int, zenflow: dict[str, Any], folder: str, trl: bool) -> li
 def test_evaluations_are_of_the_saved_model_and_training_goes_on_to_the_bit(
     stage: int, ranks: int, zenflow: dict, trl: bool, tmp_path: Path
 ) -> None:
-    pytest.importorskip("trl" if trl else "transformers")
+    pytest.importorskip("datasets" if trl else "transformers")
     settings = stage, zenflow, str(tmp_path), trl
     plain, found = run_ranks(ranks, evaluated, *settings, timeout_seconds=600)[0]
     told = {log["step"]: log["eval_loss"] for log in found["log"] if "eval_loss" in log}
