@@ -81,7 +81,7 @@ class ZenFlowParts:
         self._walked_at = -1
 
     def require_steppable(self, module: torch.nn.Module, managed: bool) -> None:
-        """See `Readiness.require_steppable`."""
+        """Warn of untrained parameters, then check as `Readiness.require_steppable` does."""
         self._warn_of_untrained(module)
         self.readiness.require_steppable(managed)
 

@@ -142,7 +142,7 @@ class FirstSteps:
             head % plan.rule.block_size == 0 and head <= size
             for head, size in zip(heads, sizes, strict=False)
         )
-        raise_together(host.ranks, None)  # this is inside a block of `together`
+        raise_together(host.ranks, None)  # a rank that failed earlier in the load is met here
         mine = int(threads is not None), int(fits), -int(any(heads))
         is_kept, fits_all, wants = map(bool, host.ranks.minimum(*mine))
         if self._chooses_share and (plan.head_bytes or not (wants and fits_all)):
