@@ -101,6 +101,24 @@ def test_a_late_gradient_arrives_whole(kind: str, device: str) -> None:
     assert run_ranks(1, copied_down, kind, 1 << 24, device=device) == [(True, True)]
 
 
+def copied_down_from_a_buffer(numel: int) -> bool:
+    """Whether a gradient that is a part of a buffer arrives, though the buffer is zeroed at
+    once."""
+    stream, _, target = copying("inside", numel)
+    buffer = torch.ones(2 * numel, device=get_accelerator().current_device_name())
+    stream.take(0, buffer[:numel], target, stream.ready())
+    buffer.zero_()
+    stream.depart([TASK], {})
+    stream.wait()
+    get_accelerator().synchronize()
+    stream.close()
+    return bool((target == 1).all())
+
+
+def test_a_gradient_in_a_buffer_arrives_before_the_buffer_is_zeroed() -> None:
+    assert run_ranks(1, copied_down_from_a_buffer, 1 << 14, device="sim") == [True]
+
+
 @pytest.mark.gpu
 def test_a_missing_wait_is_detected() -> None:
     if is_simulated():
