@@ -5,10 +5,11 @@ The command's process makes the config of the check from the user's, starts the 
 time and reports. Each rank (`Rank`) writes its verdicts to a file. The kernel ends a rank with the
 command, and an optimizer process with its rank.
 
-Plain training is torch's Adam over fp32 masters, with gradients averaged over the ranks: no ZeRO.
-It takes the learning rate and loss scale of each step from the engine.
+Plain training is DeepSpeed's stage 1 with torch's Adam on the accelerator: the same model and
+batches, fp32 masters, and none of our fields.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -34,12 +35,12 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.runtime.log import counted, logger, one_line
+from deepspeed_ext.runtime.log import counted, one_line
 from deepspeed_ext.runtime.process import end_with_parent, python_command
 
 CHECKS, REFUSED = ("training", "resume", "worker's death"), "config"
 """Names of verdicts; the last one is there only if DeepSpeed or this package refuses the config."""
-PLAN = "plan.json"  # in the folder of the check: its config and number of steps
+PLAN = "plan.json"  # in the folder of the check: its config, number of steps, and the next constant
 GRACE_SECONDS = 60.0
 """Time for all ranks to end after one has failed or an optimizer process was killed."""
 STEPS, WARM_UP, MOST_BATCH = 8, 2, 8
@@ -53,15 +54,17 @@ ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 SCHEDULE = {"warmup_min_lr": 0.0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0}
 AUTO: dict[str, Any] = {**ADAMW, **SCHEDULE, "total_num_steps": 1000, "bf16.enabled": True}
 """What the Hugging Face Trainer fills in for "auto"; other fields get DeepSpeed's default."""
+Verdict = tuple[str, str]
+"""Status (PASS, FAIL or SKIPPED) and detail."""
 
 
 class Report(NamedTuple):
-    """The result of a check: status (PASS, FAIL or SKIPPED) and detail by the name of the check."""
+    """The result: a verdict by the name of each check."""
 
     ranks: int
     steps: int
     changes: list[str]
-    checks: dict[str, tuple[str, str]]
+    checks: dict[str, Verdict]
     warnings: list[str]
     output: str
 
@@ -90,12 +93,10 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
     Raises:
         ConfigError: the config cannot be read, or DeepSpeed refuses it.
     """
-    config, count = read_json(arguments.config), 0
-    if get_accelerator().device_name() != "cpu":
-        count = get_accelerator().device_count()
+    config, accelerator = read_json(arguments.config), get_accelerator()
+    count = 0 if accelerator.device_name() == "cpu" else accelerator.device_count()
     if 0 < count < (arguments.ranks or 0):
-        has = f"this machine has {counted(count, 'accelerator')}, and each rank needs one"
-        raise ConfigError(f"--ranks {arguments.ranks}: {has}")
+        raise ConfigError(f"--ranks {arguments.ranks}: only {counted(count, 'accelerator')} here")
     report = verify(config, arguments.ranks or count or 2, arguments.steps, arguments.timeout)
     if arguments.json:
         rows = {"config": arguments.config, "passed": report.passed, **report._asdict()}
@@ -109,16 +110,15 @@ def checked_config(
     """The config of a check, its number of steps (by default as many as the config needs), and the
     differences from the user's config."""
     changes: list[str] = []
-    config = _filled(user, "", changes) | {"steps_per_print": 10**9}
-    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
-        needs = "train_batch_size or train_micro_batch_size_per_gpu"
-        raise ConfigError(f"set {needs}: DeepSpeed needs one")
+    config, needed = _filled(user, "", changes) | {"steps_per_print": 10**9}, STEPS
     sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
+        raise ConfigError(f"set train_batch_size or {next(iter(sizes))}: DeepSpeed needs one")
     for name, default in sizes.items():
         config[name] = min(count_in(user, name) or default, MOST_BATCH)
         if config[name] != user.get(name):
             changes.append(f"{name}: {config[name]}")
-    zero, needed = section_of(config, "zero_optimization"), STEPS
+    zero = section_of(config, "zero_optimization")
     if not section_of(config, "optimizer"):
         # torch's, as the Trainer passes it; under offload Accelerate makes it DeepSpeed's CPU Adam
         is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
@@ -176,20 +176,26 @@ def verify(
     with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
         folder, processes = Path(name), list[Any]()
         config, steps, changes = checked_config(user, steps)
-        (folder / PLAN).write_text(json.dumps([config, steps]))
+        (folder / PLAN).write_text(json.dumps([config, steps, GRACE_SECONDS]))
         try:
             for rank in range(ranks):
                 with (folder / f"{rank}.log").open("wb") as log:
                     processes.append(start(folder, _environment(rank, ranks), log))
-            logger.info(f"verify: {counted(ranks, 'rank')}, {counted(steps, 'step')}")
-            why = _wait(folder, processes, limit_seconds)
-            statuses = [process.poll() for process in processes]
+            deadline = time.monotonic() + limit_seconds
+            while None in (statuses := [process.poll() for process in processes]):
+                if any(statuses):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.wait(GRACE_SECONDS)
-        checks = _merged(folder, statuses, why)
+        results = [folder / f"{rank}.json" for rank in range(ranks)]
+        written = [json.loads(path.read_text()) if path.exists() else {} for path in results]
+        checks = _merged(written, statuses)
         logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     warnings = re.findall(r"\[WARNING\] \[deepspeed_ext\] (.*)", "\n".join(logs))
     report = Report(ranks, steps, changes, checks, list(dict.fromkeys(warnings)), "")
@@ -206,48 +212,27 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     return given | {"DSEXT_LOG_LEVEL": "INFO"}
 
 
-def _verdicts(folder: Path, rank: int) -> dict[str, tuple[str, str]]:
-    """What a rank has written so far, by the name of the check."""
-    path = folder / f"{rank}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+def _merged(results: list[dict[str, Verdict]], statuses: list[int | None]) -> dict[str, Verdict]:
+    """Merge the ranks' verdicts: a check has passed if it has on every rank.
 
-
-def _wait(folder: Path, processes: list[Any], limit_seconds: float) -> str:
-    """Wait until all ranks have ended; return why they have not."""
-    deadline, why = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s"
-    while None in (statuses := [process.poll() for process in processes]):
-        grace = time.monotonic() + GRACE_SECONDS
-        is_last = len(_verdicts(folder, 0)) >= len(CHECKS) - 1
-        if (any(statuses) or is_last) and grace < deadline:
-            what = "one of them failed" if any(statuses) else "an optimizer process was killed"
-            deadline, why = grace, f"in {GRACE_SECONDS:.0f} s after {what}"
-        if time.monotonic() > deadline:
-            return f"not all ranks ended {why}"
-        time.sleep(0.05)
-    return ""
-
-
-def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tuple[str, str]]:
-    """Merge the ranks' verdicts: a check has passed if it has on every rank. `why` they did not end
-    is a failure, too.
+    Args:
+        results: what each rank has judged, by the name of the check.
+        statuses: with which each has ended; None: it had to be killed.
 
     Raises:
         ConfigError: a rank refused the config.
     """
-    results = [_verdicts(folder, rank) for rank in range(len(statuses))]
     if refused := [result[REFUSED][1] for result in results if REFUSED in result]:
         raise ConfigError(f"this config cannot train: {refused[0]}")
-    ended = "FAIL", why or f"the ranks ended with the statuses {statuses}"
-    checks: dict[str, tuple[str, str]] = {}
+    how = ", ".join("killed: too late" if each is None else str(each) for each in statuses)
+    ended, checks = ("FAIL", f"the ranks ended with the statuses {how}"), dict[str, Verdict]()
     for name in CHECKS:
         verdicts = [result.get(name, ended) for result in results]
-        is_over = any(status == "FAIL" for status, _ in checks.values())
-        if is_over and not all(name in result for result in results):
-            verdicts = [("SKIPPED", "the run stopped before")]
-        checks[name] = next((each for each in verdicts if each[0] == "FAIL"), min(verdicts))
+        if ended in verdicts and any(status == "FAIL" for status, _ in checks.values()):
+            break  # the one before has ended the run
+        checks[name] = next((each for each in verdicts if each[0] == "FAIL"), verdicts[0])
     # after an optimizer process's death, any status may occur
-    badly = why or (any(statuses) and checks[CHECKS[-1]][0] == "SKIPPED")
-    if badly and all(status != "FAIL" for status, _ in checks.values()):
+    if checks.get(CHECKS[-1], ended)[0] == "SKIPPED" and any(each != 0 for each in statuses):
         checks["end"] = ended
     return checks
 
@@ -269,8 +254,6 @@ REFUSALS = (
 """Exceptions with which DeepSpeed and this package refuse a config."""
 Weights = dict[str, Tensor]
 """fp32, on the host, by the parameter's name."""
-Verdict = tuple[str, str]
-"""Status (PASS, FAIL or SKIPPED) and detail."""
 
 
 class SmallModel(nn.Module):
@@ -311,56 +294,32 @@ def data_of(step: int, config: Mapping[str, Any], device: Any) -> Iterator[Tenso
         yield torch.where(is_rare, rare, tokens).to(device)
 
 
-class Step(NamedTuple):
-    """A step of the engine; the loss is the mean over ranks, the group has the learning rate."""
+class Trained(NamedTuple):
+    """Steps of an engine: the mean loss of all ranks and the norm of the gradient in each, infinite
+    where it was skipped, NaN where it is not known; and what they end with, as of `Rank.state`."""
 
-    loss: float
-    norm: float
-    is_skipped: bool
-    loss_scale: float
-    group: dict[str, Any]
-
-
-def train_plainly(
-    config: Mapping[str, Any], engine: Any, steps: list[Step]
-) -> tuple[list[float], Weights]:
-    """Train as many steps plainly, all ranks together; return the gradient norm of each, and the
-    masters after the last."""
-    model, count = SmallModel(), config["gradient_accumulation_steps"] * dist.get_world_size()
-    model.to(engine.device, next(engine.module.parameters()).dtype)
-    masters = [nn.Parameter(param.detach().float()) for param in model.parameters()]
-    optimizer = _adam(config["optimizer"], masters)
-    norms, clip = list[float](), float(engine.gradient_clipping() or math.inf)
-    for number, step in enumerate(steps):
-        optimizer.param_groups[0].update(lr=step.group["lr"], betas=step.group["betas"])
-        sums = [torch.zeros_like(master) for master in masters]
-        for tokens in data_of(number, config, engine.device):
-            (model(tokens) * step.loss_scale).backward()
-            for total, param in zip(sums, model.parameters(), strict=True):
-                total += param.grad / (step.loss_scale * count)
-                param.grad = None
-        for master, total in zip(masters, sums, strict=True):
-            dist.all_reduce(total)
-            master.grad = total
-        norm = float(nn.utils.clip_grad_norm_(masters, clip))
-        norms.append(norm if math.isfinite(norm) else math.inf)
-        if not step.is_skipped:
-            optimizer.step()
-        for param, master in zip(model.parameters(), masters, strict=True):
-            param.data.copy_(master)
-    names = [name for name, _ in model.named_parameters()]
-    return norms, {n: m.detach().cpu() for n, m in zip(names, masters, strict=True)}
+    losses: list[float]
+    norms: list[float]
+    weights: Weights
+    masters: Weights
 
 
-def _adam(section: Mapping[str, Any], masters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW with the arguments of the config's ``optimizer`` section."""
-    params = section_of(section, "params")
-    is_adamw = section["type"].lower() == "adamw" or params.get("adam_w_mode", True)
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of plain training: torch's Adam or AdamW on the accelerator at stage 1, gradients
+    summed in fp32."""
+    params = section_of(config["optimizer"], "params")
     # without a value in the config, DeepSpeed's own Adams decay by 0, torch's AdamW by 0.01
     given: dict[str, Any] = {} if params.get("torch_adam") else {"weight_decay": 0.0}
-    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-    given |= {name: params[name] for name in names if name in params}
-    return (torch.optim.AdamW if is_adamw else torch.optim.Adam)(masters, **given)
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode")
+    given |= {name: params[name] for name in names if name in params} | {"torch_adam": True}
+    plain = {
+        "optimizer": {"type": config["optimizer"]["type"], "params": given},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    for name in {"bf16", "bfloat16"} & set(config):  # without what is about the optimizer's state
+        plain[name] = {"enabled": section_of(config, name).get("enabled", False)}
+    return {**config, **plain}
 
 
 class Rank:
@@ -368,7 +327,7 @@ class Rank:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, int(os.environ["RANK"])
-        self.config, self.steps = json.loads((folder / PLAN).read_text())
+        self.config, self.steps, self.grace = json.loads((folder / PLAN).read_text())
         self.save_after = self.steps // 2 | 1
         section = section_of(self.config, "zero_optimization").get("zenflow")
         self.zenflow = None if section is None else ZenFlowConfig(**section)
@@ -385,14 +344,12 @@ class Rank:
                 checks[REFUSED if is_refused else name] = "FAIL", one_line(error)[:600]
                 raise
             finally:
-                aside = self.folder / f"{self.number}.new"  # a reader sees a whole file at any time
-                aside.write_text(json.dumps(checks))
-                aside.replace(self.folder / f"{self.number}.json")
+                (self.folder / f"{self.number}.json").write_text(json.dumps(checks))
         if self.zenflow is None:
             self.end()
 
     def initialize(self) -> None:
-        """Join the other ranks and build the engine."""
+        """Join the other ranks."""
         accelerator, backend = upstream.get_accelerator(), "gloo"
         if accelerator.device_name() == "cpu":
             upstream.fp16_on_any_cpu()
@@ -404,14 +361,9 @@ class Rank:
         torch.distributed.init_process_group(backend, None, None, ranks, self.number, store)
         with upstream.swapped(upstream.no_shared_buffers()):
             upstream.deepspeed.init_distributed(dist_backend=backend)
-        model = SmallModel()
-        before = {name: param.detach().clone() for name, param in model.named_parameters()}
-        self.make_engine(model)
-        self.dtype = next(model.parameters()).dtype
-        self.first = {name: weight.to(self.dtype).float() for name, weight in before.items()}
 
-    def make_engine(self, model: nn.Module) -> None:
-        given = {"model_parameters": list(model.parameters()), "config": self.config}
+    def make_engine(self, config: Mapping[str, Any], model: nn.Module) -> None:
+        given = {"model_parameters": list(model.parameters()), "config": dict(config)}
         self.engine = deepspeed_ext.initialize(model=model, **given)[0]
 
     def state(self) -> tuple[Weights, Weights]:
@@ -423,8 +375,7 @@ class Rank:
             with upstream.deepspeed.zero.GatheredParameters([param], enabled=is_partitioned):
                 weights[name] = param.detach().float().cpu().clone()
             master = upstream.master_of(param)
-            is_own = master is not None
-            masters[name] = master.cpu().view_as(weights[name]) if is_own else weights[name]
+            masters[name] = weights[name] if master is None else master.cpu().view_as(weights[name])
         return weights, masters
 
     def step(self, number: int) -> float:
@@ -438,39 +389,47 @@ class Rank:
         dist.all_reduce(total := torch.stack(losses).mean())
         return float(total) / dist.get_world_size()
 
+    def train(self, first: int = 0, *, saves: bool = False) -> Trained:
+        """Take the steps from `first`; save in the middle, if asked to."""
+        losses, norms = list[float](), list[float]()
+        for number in range(first, self.steps):
+            if saves and number == self.save_after:
+                self.engine.save_checkpoint(str(self.folder / "saved"), tag="saved")
+            losses.append(self.step(number))
+            norm = self.engine.get_global_grad_norm()
+            is_skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+            norms.append(math.inf if is_skipped else math.nan if norm is None else float(norm))
+        return Trained(losses, norms, *self.state())
+
     def training(self) -> Verdict:
         """Norms of gradients, and movements of weights and masters, are those of plain training."""
         self.initialize()
-        self.own: list[Step] = []
-        for number in range(self.steps):
-            if number == self.save_after:
-                self.engine.save_checkpoint(str(self.folder / "saved"), tag="saved")
-            optimizer = self.engine.optimizer
-            scale = getattr(optimizer, "loss_scale", 1.0)
-            group, loss = dict(optimizer.param_groups[0]), self.step(number)
-            norm = self.engine.get_global_grad_norm()
-            is_skipped = bool(getattr(optimizer, "overflow", False))
-            norm = math.inf if is_skipped else math.nan if norm is None else float(norm)
-            self.own.append(Step(loss, norm, is_skipped, float(scale), group))
-        weights, masters = self.last = self.state()
-        moved = {name: float((w - self.first[name]).norm()) for name, w in masters.items()}
-        what = f"{self.own[0].loss:.4f} -> {self.own[-1].loss:.4f}"
+        self.make_engine(self.config, SmallModel())
+        dtype = next(self.engine.module.parameters()).dtype
+        named = SmallModel().named_parameters()
+        self.first = {name: param.detach().to(dtype).float() for name, param in named}
+        self.own = own = self.train(saves=True)
+        self.engine.destroy()
+        moved = {name: float((w - self.first[name]).norm()) for name, w in own.masters.items()}
+        what = f"{own.losses[0]:.4f} -> {own.losses[-1]:.4f}"
         if still := [name for name, length in moved.items() if not 0 < length < math.inf]:
             return "FAIL", f"{what}; parameters that do not move: {_listed(still)}"
         if why := self._why_not_comparable():
             return "PASS", f"{what}; {why}"
-        norms, plain = train_plainly(self.config, self.engine, self.own)
+        self.make_engine(plain_config(self.config), SmallModel())
+        plain = self.train()
+        self.engine.destroy()
         apart = {
-            f"the gradient's norm in step {number}": abs(step.norm / norm - 1.0)
-            for number, (step, norm) in enumerate(zip(self.own, norms, strict=True), start=1)
-            if not math.isnan(step.norm) and step.norm != norm
+            f"the gradient's norm in step {number}": abs(norm / due - 1.0)
+            for number, (norm, due) in enumerate(zip(own.norms, plain.norms, strict=True), start=1)
+            if not math.isnan(norm) and norm != due
         }
         quantizes = section_of(self.config, "zero_optimization").get("zero_quantized_weights")
-        for name, master in plain.items():
+        for name, master in plain.masters.items():
             length = float((master - self.first[name]).norm())
-            rounding = 2 * float((master - master.to(self.dtype)).norm())
-            beyond = max(0.0, float((weights[name] - master).norm()) - rounding)
-            apart[f"the movement of {name}"] = float((masters[name] - master).norm()) / length
+            rounding = 2 * float((master - master.to(dtype)).norm())
+            beyond = max(0.0, float((own.weights[name] - master).norm()) - rounding)
+            apart[f"the movement of {name}"] = float((own.masters[name] - master).norm()) / length
             apart[f"the weights of {name}"] = 0.0 if quantizes else beyond / length / OF_WEIGHTS
         if wrong := [f"{name} ({d:.0%})" for name, d in apart.items() if not d <= TOLERANCE]:
             return "FAIL", f"{what}; deviations: {_listed(wrong)}"
@@ -489,20 +448,22 @@ class Rank:
 
     def resume(self) -> Verdict:
         """A new engine that loads the checkpoint takes bitwise the same steps."""
-        self.engine.destroy()
-        self.make_engine(SmallModel(seed=21))
+        self.make_engine(self.config, SmallModel(seed=21))
         self.load()
-        again = [self.step(step) for step in range(self.save_after, self.steps)]
-        after, losses = self.state(), [step.loss for step in self.own[self.save_after :]]
-        what = f"{len(again)} steps from step {self.save_after} in a new engine"
-        pairs = zip(self.last, after, strict=True)
-        is_same = all(torch.equal(old[name], new[name]) for old, new in pairs for name in old)
-        if again == losses and is_same:
+        again, own, losses = (
+            self.train(self.save_after),
+            self.own,
+            self.own.losses[self.save_after :],
+        )
+        what = f"{len(losses)} steps from step {self.save_after} in a new engine"
+        pairs = (again.weights, own.weights), (again.masters, own.masters)
+        is_same = all(torch.equal(new[name], old[name]) for new, old in pairs for name in old)
+        if again.losses == losses and is_same:
             return "PASS", f"{what}: losses, weights and masters equal to the bit"
-        apart = _distance(after[1], self.last[1]) / _distance(self.first, self.last[1])
+        apart = _distance(again.masters, own.masters) / _distance(self.first, own.masters)
         if self.zenflow is None and apart <= TOLERANCE:
             return "PASS", f"{what}: DeepSpeed's own steps need not repeat to the bit"
-        what += f": losses {again} and not {losses}; "
+        what += f": losses {again.losses} and not {losses}; "
         return "FAIL", f"{what}masters differ by {apart:.2%} of the movement"
 
     def load(self) -> None:
@@ -519,6 +480,7 @@ class Rank:
         dist.barrier()
         if self.number == 0:
             workers[0].send_signal(signal.SIGKILL)
+        faulthandler.dump_traceback_later(self.grace, exit=True)  # says where it waits
         begin, most = time.monotonic(), 4 * (self.zenflow.update_interval or 4) + 4
         try:
             for step in range(most):

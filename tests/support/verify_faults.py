@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,14 +55,15 @@ class Faulty(verify.Rank):
         super().__init__(folder)
         self.faults, self.engines, self.micro_steps = set(json.loads(sys.argv[3])), 0, 0
 
-    def make_engine(self, model: Any) -> None:
+    def make_engine(self, config: Any, model: Any) -> None:
         self.engines += 1
         parameters = dict(model.named_parameters())
         if self.engines == 1 and "gradient of a step" in self.faults:
             parameters[PARAMETER].register_hook(self._dropped)
-        for parameter in parameters.values() if "gradients twice" in self.faults else ():
+        twice = "gradients twice" in self.faults and self.engines != 2  # which trains plainly
+        for parameter in parameters.values() if twice else ():
             parameter.register_hook(lambda gradient: 2 * gradient)
-        super().make_engine(model)
+        super().make_engine(config, model)
 
     def _dropped(self, gradient: torch.Tensor) -> torch.Tensor:
         step = self.micro_steps // self.config["gradient_accumulation_steps"]
@@ -131,12 +131,11 @@ def forked(*faults: str) -> Callable[[Path, dict[str, str], BinaryIO], Any]:
 
 def left_behind() -> list[int]:
     """Everything that checks have started and that is still there."""
-    found: list[int] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ", "status"])
+        if MARK in (process.info["environ"] or ()) and process.info["status"] != "zombie"
+    ]
 
 
 if __name__ == "__main__":
