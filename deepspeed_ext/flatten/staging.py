@@ -87,8 +87,6 @@ class Staging:
             chunk.copy_(source[start : start + chunk.numel()])
             target[start : start + chunk.numel()].copy_(chunk, non_blocking=True)
             self._record(chunk_index)
-        for chunk_index in range(2):
-            self._wait(chunk_index)
 
     def _record(self, chunk_index: int) -> None:
         accelerator = get_accelerator()

@@ -72,8 +72,8 @@ class ShownMoments:
         self._leads = False
 
     def hide(self) -> None:
-        """Free the memory of what is no longer read."""
-        if self._takes_memory and not self._leads:
+        """Free the memory of what is no longer read, once codes are the state again."""
+        if self._takes_memory:
             self._takes_memory = False
             for index, _, _, shown in self._coded:
                 self._arena.release(shown, index)
