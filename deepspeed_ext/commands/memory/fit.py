@@ -22,7 +22,7 @@ from deepspeed_ext.commands.memory.model import (
     read_shape,
     typical,
 )
-from deepspeed_ext.commands.memory.plan import PLACES, MemoryPlan, plan_memory
+from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import (
     Setup,
     config_of,
@@ -35,7 +35,7 @@ from deepspeed_ext.commands.memory.setup import (
 )
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.zenflow.plan.held import Part, Phase, nbytes_of
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.plan.times import (
     ChainTimes,
@@ -114,8 +114,7 @@ def lanes_on(plan: MemoryPlan) -> Lanes:
         copied = waits * (2 * setup.accumulation - 1) * traffic_of(ours).down * numel / link
         beside = max(lanes.beside, ours.rule.overlapped * fetched)
         return replace(lanes, exposed=lanes.exposed + copied, beside=beside)
-    if not setup.offload:
-        return Lanes(0.0, 0.0, 0.0, 0.0, fetched)
+    numel *= setup.offload  # otherwise nothing moves
     down, up = 4 * numel / link, item * numel / link
     passed = (7 * 4 + (4 + item if item < 4 else 0)) * numel / machine.host_of_rank
     exposed = passed + (not on_host) * up + (not setup.overlaps) * down
@@ -202,23 +201,16 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
 def _fit(question: Question, setup: Setup) -> Fit:
     """If a run would choose its share of the optimizer on the GPU once it has measured its steps,
     with the share that the machine's speeds predict."""
-    model, machine = question.model, question.machine
-    fit = Fit(question, plan_memory(model, machine, setup))
-    zenflow, total = fit.plan.zenflow, machine.gpu_bytes
-    if zenflow is None or not zenflow.measures_share:
+    fit = Fit(question, plan_memory(question.model, question.machine, setup))
+    now, section, total = fit.plan.zenflow, setup.zenflow, question.machine.gpu_bytes
+    if now is None or section is None or total is None or not now.measures_share:
         return fit
-    whole = Fit(question, plan_memory(model, machine, replace(fit.setup, host_share=1.0)))
-    now, section = whole.plan.zenflow, setup.zenflow
-    assert now is not None
-    assert section is not None
-    if total is not None:
-        lanes = lanes_on(whole.plan)
-        times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
-        reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
-        room = total - reserve - whole.needed[Place.ACCELERATOR]
-        share, _ = chosen_share(now, [(times, least_units(now, room))])
-        now = with_host_share(now, share, "predicted from the machine's speeds")
-    return Fit(question, replace(fit.plan, zenflow=now))
+    lanes = lanes_on(fit.plan)  # until it has measured, the host steps all of it
+    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
+    reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
+    room = total - reserve - fit.needed[Place.ACCELERATOR]
+    share, why = chosen_share(now, [(times, least_units(now, room))])
+    return Fit(question, replace(fit.plan, zenflow=with_host_share(now, share, why)))
 
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
@@ -308,22 +300,22 @@ def _require_consistent(arguments: Any) -> None:
 
 
 def _question(arguments: Any, shape: Any, model: Model) -> Question:
-    ranks, sizes = arguments.ranks, (arguments.accelerator_gib, arguments.host_gib)
-    gpu, host = (None if gib is None else int(gib * GIB) for gib in sizes)
-    per_host = arguments.ranks_per_host or ranks
-    given = {
-        "link": (arguments.link_gbps, 1e9),
-        "host": (arguments.host_gbps, 1e9),
-        "of_rank": (arguments.host_gbps, 1e9),
-        "flops": (arguments.tflops, 1e12),
-    }
-    speeds = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    named = machine_of(ranks, per_host, arguments.card, arguments.host, gpu, host)
+    sizes = arguments.accelerator_gib, arguments.host_gib
+    machine = machine_of(
+        arguments.ranks,
+        arguments.ranks_per_host or arguments.ranks,
+        arguments.card,
+        arguments.host,
+        *(None if gib is None else int(gib * GIB) for gib in sizes),
+        link_gbps=arguments.link_gbps,
+        host_gbps=arguments.host_gbps,
+        tflops=arguments.tflops,
+    )
     sequence = arguments.seq_len or Question.sequence
     return Question(
         shape,
         model,
-        replace(named, **speeds),
+        machine,
         arguments.tokens or max(Question.tokens, sequence),
         sequence,
         recomputed=not arguments.keep_activations,
@@ -422,8 +414,8 @@ def _gib(nbytes: float) -> str:
 
 
 def _line(fit: Fit, width: int) -> str:
-    needed = [_gib(fit.needed[place]) for place in PLACES]
-    cells = [*needed, f"{fit.seconds:,.2f}", f"{fit.waits:,.2f}" if fit.waits else "-"]
+    waits = f"{fit.waits:,.2f}" if fit.waits else "-"
+    cells = [*map(_gib, fit.needed.values()), f"{fit.seconds:,.2f}", waits]
     verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
     verdict = f"no: {_missing(fit)}" if fit.short else verdict
     name = fit.name.removeprefix("stage ")
@@ -437,19 +429,14 @@ def _missing(fit: Fit) -> str:
     return f"{', '.join(short)} GiB short"
 
 
-def _by_kind(parts: Sequence[Part]) -> dict[str, int]:
-    kinds = dict.fromkeys(part.kind for part in parts)
-    return {kind: nbytes_of([part for part in parts if part.kind == kind]) for kind in kinds}
-
-
 def phases_text(fit: Fit) -> str:
     """One run by kind and phase, per rank."""
     lines = [f"{'GiB per rank':<36}{''.join(f'  {phase.value:>20}' for phase in Phase)}"]
-    for place in PLACES:
-        by_phase = [_by_kind(fit.plan.parts[place, phase]) for phase in Phase]
-        kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
-        name = _NAMES[place]
-        rows = {f"{name}: {kind}": [parts.get(kind, 0) for parts in by_phase] for kind in kinds}
+    for place, name in _NAMES.items():
+        rows: dict[str, list[int]] = {}
+        for column, phase in enumerate(Phase):
+            for part in fit.plan.parts[place, phase]:
+                rows.setdefault(f"{name}: {part.kind}", [0] * len(Phase))[column] += part.nbytes
         rows[f"{name} in all"] = [fit.plan.nbytes(place, phase) for phase in Phase]
         if place is Place.HOST:
             rows["of it page-locked"] = [fit.plan.page_locked(phase) for phase in Phase]

@@ -157,15 +157,15 @@ def read_shape(name: str) -> tuple[Shape, list[str]]:
 def _described(name: str) -> dict[str, Any]:
     """The content of a ``config.json``, of which nothing is built."""
     file = os.path.join(name, "config.json") if os.path.isdir(name) else name
+    described, wrong = None, "is no JSON object"
     try:
         described = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        described, wrong = None, f"cannot be read ({str(error)[:100]})"
-    else:
-        if isinstance(described, dict) and described.keys().isdisjoint(_DEEPSPEED):
+        wrong = f"cannot be read ({str(error)[:100]})"
+    if isinstance(described, dict):
+        if described.keys().isdisjoint(_DEEPSPEED):
             return described
-        is_ours = isinstance(described, dict)
-        wrong = "is a DeepSpeed config: give it as --config" if is_ours else "is no JSON object"
+        wrong = "is a DeepSpeed config: give it as --config"
     raise ConfigError(
         f"--model: {file[:200]!r} {wrong}; give a transformers config.json, the folder that holds "
         f"it, --params, or one of {', '.join(known()['models'])}; nothing is downloaded"
@@ -244,9 +244,11 @@ def machine_of(
     host: str | None = None,
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
+    **speeds: float | None,
 ) -> Machine:
-    """A machine with the speeds of a card and a host of `known`. The card's memory counts if no
-    `gpu_bytes` are given; without a name, it is the smallest with so many bytes, or an H100."""
+    """A machine with the speeds of a card and a host of `known`, or those of `speeds` that are
+    given. The card's memory counts if no `gpu_bytes` are given; without a name, it is the smallest
+    with so many bytes, or an H100."""
     cards = known()["cards"]
     names = sorted(cards, key=lambda name: (cards[name]["gib"], cards[name]["tflops"]))
     fitting = [n for n in names if cards[n]["gib"] * GIB >= (gpu_bytes or 0) and n != "rtx3090"]
@@ -259,9 +261,9 @@ def machine_of(
         per_host,
         gpu_bytes,
         host_bytes,
-        link=of_card["link_gbps"] * 1e9,
-        host=of_host["gbps"] * 1e9,
-        of_rank=of_host["of_rank_gbps"] * 1e9,
-        flops=of_card["tflops"] * 1e12,
+        link=(speeds.get("link_gbps") or of_card["link_gbps"]) * 1e9,
+        host=(speeds.get("host_gbps") or of_host["gbps"]) * 1e9,
+        of_rank=(speeds.get("host_gbps") or of_host["of_rank_gbps"]) * 1e9,
+        flops=(speeds.get("tflops") or of_card["tflops"]) * 1e12,
         name=f"{of_card['name']}; {of_host['name']}",
     )

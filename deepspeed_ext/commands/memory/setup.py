@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from deepspeed_ext.commands.memory.model import Machine, Model
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
@@ -20,9 +20,10 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
-Stage = Literal[1, 2, 3]
 _LISTED = 32
 """Most equal partitions that are planned one by one, to the byte."""
+_ALIGNMENT = 2
+"""Elements per rank to which DeepSpeed aligns a flat buffer of stages 1 and 2."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Setup:
         others: the ``zero_optimization`` fields of the same names.
     """
 
-    stage: Stage = 1
+    stage: int = 1
     offload: bool = False
     zenflow: ZenFlowConfig | None = None
     accumulation: int = 1
@@ -82,9 +83,9 @@ class Setup:
         return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
 
     @property
-    def bucket(self) -> int:
-        """Elements of all reduction buckets: at stages 1 and 2 two alternate during backward."""
-        return self.reduce_bucket_size * (2 if self.overlaps and self.stage < 3 else 1)
+    def buckets(self) -> list[int]:
+        """Elements of each reduction bucket: at stages 1 and 2 two alternate during backward."""
+        return [self.reduce_bucket_size] * (2 if self.overlaps and self.stage < 3 else 1)
 
     def accumulation_dtype(self, model: Model) -> str:
         ours = self.zenflow is not None and self.accumulation > 1 and self.sums != "bf16"
@@ -93,7 +94,7 @@ class Setup:
     def partitions(self, model: Model, machine: Machine) -> list[Run]:
         """This rank's partitions in order, with padding: one at stages 1 and 2, one per sub-group
         at stage 3, whose parameters' own padding of a few elements is not counted."""
-        alignment = machine.ranks * (1 if self.partitions_weights else START_ALIGNMENT)
+        alignment = machine.ranks * (1 if self.partitions_weights else _ALIGNMENT)
         numel = flat_numel(model.params, alignment) // machine.ranks
         if not self.partitions_weights or not 0 < self.sub_group_size < numel:
             return [Run(numel, 1)]
@@ -108,33 +109,24 @@ class Setup:
     def caller(self, model: Model, machine: Machine) -> Caller:
         """The ZeRO optimizer around ZenFlow."""
         dtypes = model.dtype, self.accumulation_dtype(model)
-        buckets = [self.reduce_bucket_size] * (self.bucket // self.reduce_bucket_size)
         shards = machine.ranks if self.partitions_weights else 0
         return Caller(
             *dtypes,
             self.weights,
             takes_gradients=self.stage != 1,
             partitions_weights=self.partitions_weights,
-            bucket_bytes=reducing_bytes(*dtypes, buckets, model.params, model.largest, shards),
+            bucket_bytes=reducing_bytes(*dtypes, self.buckets, model.params, model.largest, shards),
             ranks=machine.ranks,
             asks_for_fp32=self.sums == "fp32",
         )
 
-    def zenflow_plan(
-        self, model: Model, machine: Machine, mine: RankFacts | None = None
-    ) -> ZenFlowPlan:
-        """The plan that a rank makes when it starts, with `mine` the memory of each rank; None:
-        everything that the config allows fits."""
+    def zenflow_plan(self, model: Model, machine: Machine, mine: RankFacts) -> ZenFlowPlan:
+        """The plan that a rank makes when it starts, where each rank is as `mine`."""
         assert self.zenflow is not None
-        mine = mine or RankFacts(tuple(self.partitions(model, machine)))
-        facts = ZenFlowFacts(
-            (mine,) * machine.per_host, self.caller(model, machine), layout=self.layout
-        )
+        ranks, caller = (mine,) * machine.per_host, self.caller(model, machine)
+        facts = ZenFlowFacts(ranks, caller, layout=self.layout)
         return decide(facts, self.zenflow, ratio=self.host_share)
 
-
-START_ALIGNMENT = 2
-"""Elements per rank to which DeepSpeed aligns a flat buffer of stages 1 and 2."""
 
 # -- the ways to train -----------------------------------------------------------------------------
 
@@ -226,26 +218,29 @@ def config_of(setup: Setup, dtype: str, reader: str = "script") -> dict[str, Any
 def sections_of(setup: Setup) -> dict[str, Any]:
     """What makes a config a way: ``zero_optimization``, and ``data_types`` for its sums."""
     on_cpu, zenflow = {"device": "cpu", "pin_memory": setup.pins}, setup.zenflow
-    offload = {"offload_optimizer": on_cpu} if setup.offload or setup.offload_param else {}
-    zero = {
+    fields = {
         "stage": setup.stage,
-        **({"stage3_gather_16bit_weights_on_model_save": True} if setup.gathers_on_save else {}),
-        **offload,
-        **({"offload_param": on_cpu} if setup.offload_param else {}),
-        **({} if zenflow is None else {"zenflow": zenflow.model_dump(exclude_unset=True)}),
+        "stage3_gather_16bit_weights_on_model_save": setup.gathers_on_save or None,
+        "offload_optimizer": on_cpu if setup.offload or setup.offload_param else None,
+        "offload_param": on_cpu if setup.offload_param else None,
+        "zenflow": zenflow and zenflow.model_dump(exclude_unset=True),
     }
+    zero = {name: value for name, value in fields.items() if value is not None}
     summed = {} if setup.sums is None else {"data_types": {"grad_accum_dtype": setup.sums}}
     return {"zero_optimization": zero, **summed}
 
 
 _SUMS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
-_SIZES = (
+_SAME = (
     "reduce_bucket_size",
     "sub_group_size",
     "prefetch_bucket_size",
     "max_live_parameters",
     "max_reuse_distance",
+    "stage3_allgather_single_param",
+    "flatten_tier",
 )
+"""Fields of ``zero_optimization`` that `Setup` has by the same name."""
 _STATES = "bf16_optimizer_states"
 _LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", _STATES)
 """Settings that ZenFlow replaces."""
@@ -265,9 +260,10 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     section, optimizer = section_of(config, "zero_optimization"), section_of(config, "optimizer")
     zero = ZeroConfig(**section)
     require_supported(zero)
-    precision = {name: section_of(config, name) for name in ("bf16", "bfloat16", "fp16")}
-    _require_known(zero, section, precision)
-    dtype, notes = _dtype(precision)
+    bf16 = section_of(config, "bf16") or section_of(config, "bfloat16")
+    fp16 = section_of(config, "fp16")
+    _require_known(zero, section, bf16 | fp16)
+    dtype, notes = _dtype(bf16.get("enabled"), fp16.get("enabled"))
     name = str(optimizer.get("type", "")).lower()
     if name and "adam" not in name and name not in LAYOUTS:
         notes.append(f"the optimizer is {name}: two fp32 moments are counted, as for Adam")
@@ -279,14 +275,11 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     offload = zero.offload_optimizer
     on_host = offload is not None and offload.device == "cpu"
     of_torch = section_of(optimizer, "params").get("torch_adam") is True
-    zenflow = zero.zenflow_with(
-        any(precision[n].get(_STATES) is True for n in ("bf16", "bfloat16"))
-    )
+    zenflow = zero.zenflow_with(bf16.get(_STATES) is True)
     summed, overlaps = section_of(config, "data_types"), section.get("overlap_comm")
-    stage: Any = int(zero.stage)
-    sizes: dict[str, Any] = {name: int(getattr(zero, name)) for name in _SIZES}
+    same: dict[str, Any] = {name: getattr(zero, name) for name in _SAME}
     setup = Setup(
-        stage=stage,
+        stage=int(zero.stage),
         offload=on_host and zenflow is None,
         zenflow=zenflow and ZenFlowConfig(**zenflow.model_dump(exclude_unset=True)),
         accumulation=_accumulation(config, ranks),
@@ -297,24 +290,22 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
         host_share=1.0 if (wish := zero.host_ratio) is None else None if wish == "auto" else wish,
         layout=LAYOUTS.get(name, ADAM_STATE),
         overlap_comm=overlaps if isinstance(overlaps, bool) else None,
-        stage3_allgather_single_param=zero.stage3_allgather_single_param,
-        flatten_tier=zero.flatten_tier,
         gathers_on_save=zero.gather_16bit_weights_on_model_save,
-        **sizes,
+        **same,
     )
     return setup, dtype, notes
 
 
-def _require_known(
-    zero: Any, section: Mapping[str, Any], precision: Mapping[str, Mapping[str, Any]]
-) -> None:
-    offload, param, ours = zero.offload_optimizer, zero.offload_param, zero.zenflow is not None
+def _require_known(zero: Any, section: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
+    offload, has_zenflow = zero.offload_optimizer, zero.zenflow is not None
     no_stage = "" if "stage" in section else " (the config gives no zero_optimization.stage)"
     unknown = {
         f"stage 0{no_stage}": int(zero.stage) == 0,
-        'offload_param.device = "nvme"': param is not None and param.device == "nvme",
-        'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-        "offload_optimizer.ratio below 1 without zenflow": not ours
+        **{
+            f'{name}.device = "nvme"': getattr(getattr(zero, name), "device", None) == "nvme"
+            for name in ("offload_param", "offload_optimizer")
+        },
+        "offload_optimizer.ratio below 1 without zenflow": not has_zenflow
         and zero.host_ratio not in (None, 1),
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "contiguous_gradients: false": section.get("contiguous_gradients") is False,
@@ -322,25 +313,19 @@ def _require_known(
             "quantized" in name and value is True for name, value in section.items()
         ),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
+        **{name: not has_zenflow and precision.get(name) is True for name in _LOW_PRECISION},
     }
-    for name in () if ours else _LOW_PRECISION:
-        unknown[name] = any(each.get(name) is True for each in precision.values())
     if found := [name for name, given in unknown.items() if given]:
         raise ConfigError(
             f"plan --memory cannot compute the memory of {' and '.join(found)}: plan without it"
         )
 
 
-def _dtype(precision: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Dtype of the weights, and a note if the config leaves it to the Trainer."""
-    enabled = {name: each.get("enabled") for name, each in precision.items()}
-    if True in (enabled["bf16"], enabled["bfloat16"]):
-        return "bfloat16", []
-    if enabled["fp16"] is True:
-        return "float16", []
-    if "auto" in enabled.values():
+def _dtype(bf16: Any, fp16: Any) -> tuple[str, list[str]]:
+    """Dtype of the weights by what enables 16 bits, and a note if that is left to the Trainer."""
+    if True not in (bf16, fp16) and "auto" in (bf16, fp16):
         return "bfloat16", ["the dtype is auto: counted as bf16, unless --dtype says otherwise"]
-    return "float32", []
+    return "bfloat16" if bf16 is True else "float16" if fp16 is True else "float32", []
 
 
 def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
@@ -351,4 +336,4 @@ def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
     micro = count_in(config, "train_micro_batch_size_per_gpu")
     if steps is not None or batch is None or micro is None:
         return steps or 1
-    return max(1, math.ceil(batch / (micro * ranks)))
+    return math.ceil(batch / (micro * ranks))
