@@ -247,18 +247,16 @@ class Zero:
         """What the host holds from the start: weights, and ZeRO-Offload's masters, gradients and
         buffers."""
         pins, mine, each, whole = self.setup.pins, [Run(self.n)], self.partitions, self.is_whole
-        arrays: list[tuple[str, int, list[Run], bool]] = [
-            ("weights", self.lifts * self.w, mine, True)
-        ]
+        held = [self._array("weights", self.lifts * self.w, mine, locks=True)]
         if self.setup.offload:
-            arrays += [
-                ("optimizer", 4, each, pins and whole),
-                ("gradients", 4, each, pins),
-                ("gradients", 0 if whole else self.s, mine, pins),
-                ("buffers", whole * self.w, each, pins),
-                ("buffers", whole * self.w, [Run(self.largest)], pins),
+            held += [
+                self._array("optimizer", 4, each, locks=pins and whole),
+                self._array("gradients", 4, each, locks=pins),
+                self._array("gradients", 0 if whole else self.s, mine, locks=pins),
+                self._array("buffers", whole * self.w, each, locks=pins),
+                self._array("buffers", whole * self.w, [Run(self.largest)], locks=pins),
             ]
-        return [self._array(kind, nbytes, of, locks=locks) for kind, nbytes, of, locks in arrays]
+        return held
 
     def _of_host(self) -> Mapping[Phase, Moments]:
         setup, w, most, whole, ours = self.setup, self.w, self.most, self.is_whole, self.plan
