@@ -162,9 +162,8 @@ class Fit:
 
     @cached_property
     def _sizes(self) -> dict[Place, int]:
-        machine = self.question.machine
-        of_all = {Place.ACCELERATOR: machine.gpu_bytes, Place.HOST: machine.host_bytes}
-        return {place: size for place, size in of_all.items() if size is not None}
+        sizes = self.question.machine.gpu_bytes, self.question.machine.host_bytes
+        return {place: size for place, size in zip(Place, sizes, strict=True) if size is not None}
 
     @property
     def left(self) -> dict[Place, int]:
@@ -181,12 +180,6 @@ class Fit:
     def missing(self) -> float:
         """Missing fraction of a GPU's memory plus that of a host's."""
         return sum(-self.left[place] / self._sizes[place] for place in self.short)
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether it fits, but less than a fiftieth of what it needs is to spare."""
-        left = self.left.items()
-        return not self.short and any(size < self.needed[place] / 50 for place, size in left)
 
 
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
@@ -254,12 +247,15 @@ def run_from_cli(arguments: Any) -> str:
     Raises:
         ConfigError: arguments or config contradict each other.
     """
-    _require_consistent(arguments)
     shape, notes = typical(arguments.params or 1), [f"{_TYPICAL}; --model has yours"]
     if arguments.model is not None:
+        if arguments.params is not None:
+            raise ConfigError("--params and --model: give only one")
         shape, notes = read_shape(arguments.model)
     setups, dtype = None, "bfloat16"
     if arguments.config is not None:
+        if arguments.write is not None:
+            raise ConfigError("--write: not with --config, which names one run")
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's logger would write into it
             setup, dtype, more = read_config(arguments.config, arguments.ranks)
         setups, notes = [setup], [*notes, *more]
@@ -278,38 +274,22 @@ def run_from_cli(arguments: Any) -> str:
     if best is None:
         raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
     config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
-    try:
-        Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
-    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
-        raise ConfigError(f"--write {arguments.write!r} cannot be written: {error}") from None
+    Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
     return f"{text}\nIts config is in {arguments.write}."
-
-
-def _require_consistent(arguments: Any) -> None:
-    given = {name for name, value in vars(arguments).items() if value}
-    wrong = {
-        "--params and --model: give only one": {"params", "model"} <= given,
-        "--ranks-per-host is more than --ranks": (arguments.ranks_per_host or 0) > arguments.ranks,
-        "--write: not with --config, which names one run": {"write", "config"} <= given,
-        "--all: not with --config, which names one run": {"all", "config"} <= given,
-        "--for: only with --write": "for" in given and "write" not in given,
-    }
-    for problem, is_given in wrong.items():
-        if is_given:
-            raise ConfigError(problem)
 
 
 def _question(arguments: Any, shape: Any, model: Model) -> Question:
     sizes = arguments.accelerator_gib, arguments.host_gib
+    per_host = arguments.ranks_per_host or arguments.ranks
+    if per_host > arguments.ranks:
+        raise ConfigError("--ranks-per-host is more than --ranks")
     machine = machine_of(
         arguments.ranks,
-        arguments.ranks_per_host or arguments.ranks,
+        per_host,
         arguments.card,
         arguments.host,
         *(None if gib is None else int(gib * GIB) for gib in sizes),
-        link_gbps=arguments.link_gbps,
-        host_gbps=arguments.host_gbps,
-        tflops=arguments.tflops,
+        **{name: vars(arguments)[name] for name in ("link_gbps", "host_gbps", "tflops")},
     )
     sequence = arguments.seq_len or Question.sequence
     return Question(
@@ -376,7 +356,7 @@ def answer(found: Sequence[Fit]) -> list[str]:
         return _miss(found)
     left = " and ".join(f"{_gib(size)} GiB of the {_NAMES[at]}" for at, size in best.left.items())
     lines = [
-        f"It fits{' barely' if best.is_tight else ''}: {best.name}, {best.seconds:,.2f} s a step. "
+        f"It fits: {best.name}, {best.seconds:,.2f} s a step. "
         f"Left: {left} beside what is kept free."
     ]
     if question.machine.host_bytes is None:
@@ -393,20 +373,19 @@ def _miss(found: Sequence[Fit]) -> list[str]:
     total = question.machine.gpu_bytes or 0
     lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
     fused = suggested(fits(replace(question, fused_loss=True), setups))
-    if fused is not None and not question.fused_loss:
+    if fused is not None:
         lines.append(
             "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
             f"{fused.name}."
         )
-    kept = question.activations(question.micro_steps) + GPU_RESERVE
+    room = total - question.activations(question.micro_steps) - GPU_RESERVE
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [
-        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= total - kept else 'does not fit'})"
+        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= room else 'does not fit'})"
         for name, nbytes in needs.items()
     ]
-    lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")
-    return lines
+    return [*lines, f"Instead, on one GPU beside activations: {', '.join(said)}."]
 
 
 def _gib(nbytes: float) -> str:
@@ -416,8 +395,7 @@ def _gib(nbytes: float) -> str:
 def _line(fit: Fit, width: int) -> str:
     waits = f"{fit.waits:,.2f}" if fit.waits else "-"
     cells = [*map(_gib, fit.needed.values()), f"{fit.seconds:,.2f}", waits]
-    verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
-    verdict = f"no: {_missing(fit)}" if fit.short else verdict
+    verdict = f"no: {_missing(fit)}" if fit.short else "yes" if fit.left else ""
     name = fit.name.removeprefix("stage ")
     return f"{name:<{width}}{''.join(f'{cell:>12}' for cell in cells)}   {verdict}".rstrip()
 
