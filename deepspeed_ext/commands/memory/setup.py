@@ -265,7 +265,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
 def _require_known(zero: Any, section: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
     from deepspeed_ext.adapter.zero_config import REPLACED
 
-    offload, param = zero.offload_optimizer, zero.offload_param
+    offload, param, ratio = zero.offload_optimizer, zero.offload_param, zero.host_ratio
     quantized = [name for name, value in section.items() if "quantized" in name and value is True]
     unknown = {
         "stage 0, DeepSpeed's default": int(zero.stage) == 0,
@@ -276,10 +276,7 @@ def _require_known(zero: Any, section: Mapping[str, Any], precision: Mapping[str
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
     }
     if zero.zenflow is None:  # it has a share of its own and replaces the others
-        unknown["offload_optimizer.ratio below 1 without zenflow"] = zero.host_ratio not in (
-            None,
-            1,
-        )
+        unknown["offload_optimizer.ratio below 1 without zenflow"] = ratio not in (None, 1)
         unknown["offload_optimizer.super_offload"] = offload is not None and offload.super_offload
         unknown |= {name: precision.get(name.rpartition(".")[2]) is True for name in REPLACED}
     if found := [name for name, given in unknown.items() if given]:
