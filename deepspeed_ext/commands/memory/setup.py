@@ -42,7 +42,7 @@ class Setup:
         rounds_pinned: each array that torch page-locks is rounded up to a power of two, as on CUDA.
             ZenFlow's arena is not rounded.
         offload_param: ``offload_param`` on the CPU.
-        host_share: ``offload_optimizer.ratio``, with ZenFlow; None: the run chooses it.
+        host_share: ``offload_optimizer.ratio``, with ZenFlow; None: the run may choose it.
         gathers_on_save: ``stage3_gather_16bit_weights_on_model_save``.
         others: the ``zero_optimization`` fields of the same names.
     """
@@ -56,7 +56,7 @@ class Setup:
     pins: bool = False
     rounds_pinned: bool = True
     offload_param: bool = False
-    host_share: float | None = 1.0
+    host_share: float | None = None
     layout: StateLayout = ADAM_STATE
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool | None = None
@@ -146,7 +146,7 @@ def ways(accumulation: int = 1) -> Iterator[Setup]:
         offload = replace(plain, offload=True, pins=True)
         yield from (plain, offload)
         for section in sections:
-            yield replace(plain, host_share=None, zenflow=section)
+            yield replace(plain, zenflow=section)
             leaves = section.model_copy(update={"gradients_on_host": True})
             yield from (replace(plain, sums=sums, zenflow=leaves) for sums in summed)
     lifts = replace(offload, offload_param=True)  # at stage 3, the last
@@ -254,7 +254,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
         fused_adam=not of_torch and (name in ("adamw", *LAYOUTS) or on_host),
         pins=on_host and offload is not None and offload.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
-        host_share=1.0 if (wish := zero.host_ratio) is None else None if wish == "auto" else wish,
+        host_share=None if zero.host_ratio == "auto" else zero.host_ratio,
         layout=LAYOUTS.get(name, ADAM_STATE),
         overlap_comm=overlaps if isinstance(overlaps, bool) else None,
         gathers_on_save=zero.gather_16bit_weights_on_model_save,

@@ -199,7 +199,7 @@ def test_a_share_on_the_gpu_is_what_a_run_would_choose() -> None:
     left = shared.left[Place.ACCELERATOR] + GPU_RESERVE - round(0.15 * 80 * GIB)
     assert 0 <= left < 0.5 * GIB
     assert f"{1 - plan.host_share:.0%} on the GPU" in shared.name
-    (before,) = fits(question, [Setup(stage=2, zenflow=ZenFlowConfig())])
+    (before,) = fits(question, [Setup(2, host_share=1.0, zenflow=ZenFlowConfig())])
     assert shared.seconds < before.seconds
 
 
