@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deepspeed_ext.commands.memory.fit import GPU_RESERVE, Question, fits, suggested
 from deepspeed_ext.commands.memory.model import GIB, known, machine_of, read_shape, typical
-from deepspeed_ext.commands.memory.setup import MOMENTS, Model, Setup, sections_of, ways
+from deepspeed_ext.commands.memory.setup import Model, Setup, sections_of, ways
 
 __all__ = ["OWNED", "PAGE", "Owned", "flash_largest", "largest", "page", "row", "table"]
 
@@ -59,9 +59,9 @@ def groups() -> dict[str, list[Setup]]:
     both stages and with weights on either side."""
     every = [*ways(), *ways(-(-Question.tokens // Question.sequence))]
     found = {"ZeRO-Offload": [setup for setup in every if setup.offload]}
-    for dtype, name in MOMENTS.items():
+    for dtype, moments in known()["moments"].items():
         ours = [each for each in every if each.zenflow and each.zenflow.state_dtype == dtype]
-        found[f"ours, {name}"] = ours
+        found[f"ours, {moments['name']}"] = ours
     return found
 
 

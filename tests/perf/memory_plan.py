@@ -14,8 +14,8 @@ import argparse
 from itertools import product
 from typing import Any
 
-from deepspeed_ext.commands.memory.plan import PLACES
 from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 from tests.perf import report
 from tests.support.memory_runs import PARAMS, WAYS, compared, memory_config
 from tests.support.ranks import close_pools
@@ -44,7 +44,7 @@ def main() -> None:
         for row in rows_of(stage, way, accumulation, 1 if "selective" in way else arguments.ranks)
     ]
     close_pools()
-    for place in PLACES:
+    for place in Place:
         shown = [row for row in rows if row["place"] == place.value]
         columns = dict.fromkeys(
             ("stage", "run", "ranks", "micro-steps", *(phase.value for phase in Phase), "off by")
@@ -59,7 +59,7 @@ def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[st
     counts."""
     found = compared(memory_config(stage, way, accumulation), ranks)
     rows = []
-    for place in PLACES:
+    for place in Place:
         cells, worst = {}, 0.0
         for phase in Phase:
             if (place, phase) not in found:  # DeepSpeed does not fall asleep

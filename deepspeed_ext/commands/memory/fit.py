@@ -22,7 +22,7 @@ from deepspeed_ext.commands.memory.model import (
     read_shape,
     typical,
 )
-from deepspeed_ext.commands.memory.plan import PLACES, MemoryPlan, plan_memory
+from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import (
     Setup,
     config_of,
@@ -35,7 +35,7 @@ from deepspeed_ext.commands.memory.setup import (
 )
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import counted
-from deepspeed_ext.zenflow.plan.held import Part, Phase, nbytes_of
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Place, Source
 from deepspeed_ext.zenflow.plan.times import (
     ChainTimes,
@@ -114,8 +114,7 @@ def lanes_on(plan: MemoryPlan) -> Lanes:
         copied = waits * (2 * setup.accumulation - 1) * traffic_of(ours).down * numel / link
         beside = max(lanes.beside, ours.rule.overlapped * fetched)
         return replace(lanes, exposed=lanes.exposed + copied, beside=beside)
-    if not setup.offload:
-        return Lanes(0.0, 0.0, 0.0, 0.0, fetched)
+    numel *= setup.offload  # otherwise nothing moves
     down, up = 4 * numel / link, item * numel / link
     passed = (7 * 4 + (4 + item if item < 4 else 0)) * numel / machine.host_of_rank
     exposed = passed + (not on_host) * up + (not setup.overlaps) * down
@@ -163,9 +162,8 @@ class Fit:
 
     @cached_property
     def _sizes(self) -> dict[Place, int]:
-        machine = self.question.machine
-        of_all = {Place.ACCELERATOR: machine.gpu_bytes, Place.HOST: machine.host_bytes}
-        return {place: size for place, size in of_all.items() if size is not None}
+        sizes = self.question.machine.gpu_bytes, self.question.machine.host_bytes
+        return {place: size for place, size in zip(Place, sizes, strict=True) if size is not None}
 
     @property
     def left(self) -> dict[Place, int]:
@@ -183,12 +181,6 @@ class Fit:
         """Missing fraction of a GPU's memory plus that of a host's."""
         return sum(-self.left[place] / self._sizes[place] for place in self.short)
 
-    @property
-    def is_tight(self) -> bool:
-        """Whether it fits, but less than a fiftieth of what it needs is to spare."""
-        left = self.left.items()
-        return not self.short and any(size < self.needed[place] / 50 for place, size in left)
-
 
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
     """Rate all ways on this machine, each with a step in one micro-step and in as many as
@@ -202,23 +194,16 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
 def _fit(question: Question, setup: Setup) -> Fit:
     """If a run would choose its share of the optimizer on the GPU once it has measured its steps,
     with the share that the machine's speeds predict."""
-    model, machine = question.model, question.machine
-    fit = Fit(question, plan_memory(model, machine, setup))
-    zenflow, total = fit.plan.zenflow, machine.gpu_bytes
-    if zenflow is None or not zenflow.measures_share:
+    fit = Fit(question, plan_memory(question.model, question.machine, setup))
+    now, section, total = fit.plan.zenflow, setup.zenflow, question.machine.gpu_bytes
+    if now is None or section is None or total is None or not now.measures_share:
         return fit
-    whole = Fit(question, plan_memory(model, machine, replace(fit.setup, host_share=1.0)))
-    now, section = whole.plan.zenflow, setup.zenflow
-    assert now is not None
-    assert section is not None
-    if total is not None:
-        lanes = lanes_on(whole.plan)
-        times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
-        reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
-        room = total - reserve - whole.needed[Place.ACCELERATOR]
-        share, _ = chosen_share(now, [(times, least_units(now, room))])
-        now = with_host_share(now, share, "predicted from the machine's speeds")
-    return Fit(question, replace(fit.plan, zenflow=now))
+    lanes = lanes_on(fit.plan)  # until it has measured, the host steps all of it
+    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), _CONTENTION)
+    reserve = max(GPU_RESERVE, round(total * section.offload_reserve_fraction))
+    room = total - reserve - fit.needed[Place.ACCELERATOR]
+    share, why = chosen_share(now, [(times, least_units(now, room))])
+    return Fit(question, replace(fit.plan, zenflow=with_host_share(now, share, why)))
 
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
@@ -262,12 +247,15 @@ def run_from_cli(arguments: Any) -> str:
     Raises:
         ConfigError: arguments or config contradict each other.
     """
-    _require_consistent(arguments)
     shape, notes = typical(arguments.params or 1), [f"{_TYPICAL}; --model has yours"]
     if arguments.model is not None:
+        if arguments.params is not None:
+            raise ConfigError("--params and --model: give only one")
         shape, notes = read_shape(arguments.model)
     setups, dtype = None, "bfloat16"
     if arguments.config is not None:
+        if arguments.write is not None:
+            raise ConfigError("--write: not with --config, which names one run")
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's logger would write into it
             setup, dtype, more = read_config(arguments.config, arguments.ranks)
         setups, notes = [setup], [*notes, *more]
@@ -286,44 +274,28 @@ def run_from_cli(arguments: Any) -> str:
     if best is None:
         raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
     config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
-    try:
-        Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
-    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
-        raise ConfigError(f"--write {arguments.write!r} cannot be written: {error}") from None
+    Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
     return f"{text}\nIts config is in {arguments.write}."
 
 
-def _require_consistent(arguments: Any) -> None:
-    given = {name for name, value in vars(arguments).items() if value}
-    wrong = {
-        "--params and --model: give only one": {"params", "model"} <= given,
-        "--ranks-per-host is more than --ranks": (arguments.ranks_per_host or 0) > arguments.ranks,
-        "--write: not with --config, which names one run": {"write", "config"} <= given,
-        "--all: not with --config, which names one run": {"all", "config"} <= given,
-        "--for: only with --write": "for" in given and "write" not in given,
-    }
-    for problem, is_given in wrong.items():
-        if is_given:
-            raise ConfigError(problem)
-
-
 def _question(arguments: Any, shape: Any, model: Model) -> Question:
-    ranks, sizes = arguments.ranks, (arguments.accelerator_gib, arguments.host_gib)
-    gpu, host = (None if gib is None else int(gib * GIB) for gib in sizes)
-    per_host = arguments.ranks_per_host or ranks
-    given = {
-        "link": (arguments.link_gbps, 1e9),
-        "host": (arguments.host_gbps, 1e9),
-        "of_rank": (arguments.host_gbps, 1e9),
-        "flops": (arguments.tflops, 1e12),
-    }
-    speeds = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    named = machine_of(ranks, per_host, arguments.card, arguments.host, gpu, host)
+    sizes = arguments.accelerator_gib, arguments.host_gib
+    per_host = arguments.ranks_per_host or arguments.ranks
+    if per_host > arguments.ranks:
+        raise ConfigError("--ranks-per-host is more than --ranks")
+    machine = machine_of(
+        arguments.ranks,
+        per_host,
+        arguments.card,
+        arguments.host,
+        *(None if gib is None else int(gib * GIB) for gib in sizes),
+        **{name: vars(arguments)[name] for name in ("link_gbps", "host_gbps", "tflops")},
+    )
     sequence = arguments.seq_len or Question.sequence
     return Question(
         shape,
         model,
-        replace(named, **speeds),
+        machine,
         arguments.tokens or max(Question.tokens, sequence),
         sequence,
         recomputed=not arguments.keep_activations,
@@ -384,7 +356,7 @@ def answer(found: Sequence[Fit]) -> list[str]:
         return _miss(found)
     left = " and ".join(f"{_gib(size)} GiB of the {_NAMES[at]}" for at, size in best.left.items())
     lines = [
-        f"It fits{' barely' if best.is_tight else ''}: {best.name}, {best.seconds:,.2f} s a step. "
+        f"It fits: {best.name}, {best.seconds:,.2f} s a step. "
         f"Left: {left} beside what is kept free."
     ]
     if question.machine.host_bytes is None:
@@ -401,20 +373,19 @@ def _miss(found: Sequence[Fit]) -> list[str]:
     total = question.machine.gpu_bytes or 0
     lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
     fused = suggested(fits(replace(question, fused_loss=True), setups))
-    if fused is not None and not question.fused_loss:
+    if fused is not None:
         lines.append(
             "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
             f"{fused.name}."
         )
-    kept = question.activations(question.micro_steps) + GPU_RESERVE
+    room = total - question.activations(question.micro_steps) - GPU_RESERVE
     each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
     needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
     said = [
-        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= total - kept else 'does not fit'})"
+        f"{name} {_gib(nbytes)} GiB ({'fits' if nbytes <= room else 'does not fit'})"
         for name, nbytes in needs.items()
     ]
-    lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")
-    return lines
+    return [*lines, f"Instead, on one GPU beside activations: {', '.join(said)}."]
 
 
 def _gib(nbytes: float) -> str:
@@ -422,10 +393,9 @@ def _gib(nbytes: float) -> str:
 
 
 def _line(fit: Fit, width: int) -> str:
-    needed = [_gib(fit.needed[place]) for place in PLACES]
-    cells = [*needed, f"{fit.seconds:,.2f}", f"{fit.waits:,.2f}" if fit.waits else "-"]
-    verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
-    verdict = f"no: {_missing(fit)}" if fit.short else verdict
+    waits = f"{fit.waits:,.2f}" if fit.waits else "-"
+    cells = [*map(_gib, fit.needed.values()), f"{fit.seconds:,.2f}", waits]
+    verdict = f"no: {_missing(fit)}" if fit.short else "yes" if fit.left else ""
     name = fit.name.removeprefix("stage ")
     return f"{name:<{width}}{''.join(f'{cell:>12}' for cell in cells)}   {verdict}".rstrip()
 
@@ -437,19 +407,14 @@ def _missing(fit: Fit) -> str:
     return f"{', '.join(short)} GiB short"
 
 
-def _by_kind(parts: Sequence[Part]) -> dict[str, int]:
-    kinds = dict.fromkeys(part.kind for part in parts)
-    return {kind: nbytes_of([part for part in parts if part.kind == kind]) for kind in kinds}
-
-
 def phases_text(fit: Fit) -> str:
     """One run by kind and phase, per rank."""
     lines = [f"{'GiB per rank':<36}{''.join(f'  {phase.value:>20}' for phase in Phase)}"]
-    for place in PLACES:
-        by_phase = [_by_kind(fit.plan.parts[place, phase]) for phase in Phase]
-        kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
-        name = _NAMES[place]
-        rows = {f"{name}: {kind}": [parts.get(kind, 0) for parts in by_phase] for kind in kinds}
+    for place, name in _NAMES.items():
+        rows: dict[str, list[int]] = {}
+        for column, phase in enumerate(Phase):
+            for part in fit.plan.parts[place, phase]:
+                rows.setdefault(f"{name}: {part.kind}", [0] * len(Phase))[column] += part.nbytes
         rows[f"{name} in all"] = [fit.plan.nbytes(place, phase) for phase in Phase]
         if place is Place.HOST:
             rows["of it page-locked"] = [fit.plan.page_locked(phase) for phase in Phase]

@@ -18,14 +18,13 @@ from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 GIB = 1 << 30
 
-_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
-
 
 @cache
 def known() -> dict[str, Any]:
-    """Models, cards and hosts by name, each with its source; and how a ``config.json`` names what,
-    which model types have no gate, a tied embedding and biases of queries, keys and values by
-    default, and fields of models that are no plain decoders."""
+    """Models, cards and hosts by name, each with its source; names of rules and of moments, from
+    the least rounded, with what these cost in loss; configs without what makes them a way; and how
+    a ``config.json`` names what, which model types have no gate, a tied embedding and biases of
+    queries, keys and values by default, and fields of models that are no plain decoders."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text())
     return found
 
@@ -141,31 +140,26 @@ def read_shape(name: str) -> tuple[Shape, list[str]]:
     Raises:
         ConfigError: there is no such file, or it describes no decoder.
     """
-    models = known()["models"]
-    if name.lower() in models:
-        return replace(_shape_of(models[name.lower()], name), name=name), []
-    described, notes = _described(name), []
+    is_known = name.lower() in known()["models"]
+    described, notes = known()["models"][name.lower()] if is_known else _described(name), []
     text = described.get("text_config")
     if isinstance(text, dict):
         notes.append("only the language model is counted: what else trains comes on top")
     if isinstance(described.get("quantization_config"), dict):
         notes.append("the weights are quantized; counted as if all train, unquantized")
     shape = _shape_of(text if isinstance(text, dict) else described, name)
-    return replace(shape, name=str(described.get("model_type"))[:60]), notes
+    return replace(shape, name=name if is_known else str(described.get("model_type"))[:60]), notes
 
 
 def _described(name: str) -> dict[str, Any]:
     """The content of a ``config.json``, of which nothing is built."""
     file = os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
-        described = json.loads(Path(file).read_text(encoding="utf-8"))
+        described, wrong = json.loads(Path(file).read_text(encoding="utf-8")), "is no JSON object"
     except (OSError, ValueError, RecursionError) as error:
         described, wrong = None, f"cannot be read ({str(error)[:100]})"
-    else:
-        if isinstance(described, dict) and described.keys().isdisjoint(_DEEPSPEED):
-            return described
-        is_ours = isinstance(described, dict)
-        wrong = "is a DeepSpeed config: give it as --config" if is_ours else "is no JSON object"
+    if isinstance(described, dict):
+        return described
     raise ConfigError(
         f"--model: {file[:200]!r} {wrong}; give a transformers config.json, the folder that holds "
         f"it, --params, or one of {', '.join(known()['models'])}; nothing is downloaded"
@@ -244,9 +238,11 @@ def machine_of(
     host: str | None = None,
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
+    **speeds: float | None,
 ) -> Machine:
-    """A machine with the speeds of a card and a host of `known`. The card's memory counts if no
-    `gpu_bytes` are given; without a name, it is the smallest with so many bytes, or an H100."""
+    """A machine with the speeds of a card and a host of `known`, or those of `speeds` that are
+    given. The card's memory counts if no `gpu_bytes` are given; without a name, it is the smallest
+    with so many bytes, or an H100."""
     cards = known()["cards"]
     names = sorted(cards, key=lambda name: (cards[name]["gib"], cards[name]["tflops"]))
     fitting = [n for n in names if cards[n]["gib"] * GIB >= (gpu_bytes or 0) and n != "rtx3090"]
@@ -259,9 +255,9 @@ def machine_of(
         per_host,
         gpu_bytes,
         host_bytes,
-        link=of_card["link_gbps"] * 1e9,
-        host=of_host["gbps"] * 1e9,
-        of_rank=of_host["of_rank_gbps"] * 1e9,
-        flops=of_card["tflops"] * 1e12,
+        link=(speeds.get("link_gbps") or of_card["link_gbps"]) * 1e9,
+        host=(speeds.get("host_gbps") or of_host["gbps"]) * 1e9,
+        of_rank=(speeds.get("host_gbps") or of_host["of_rank_gbps"]) * 1e9,
+        flops=(speeds.get("tflops") or of_card["tflops"]) * 1e12,
         name=f"{of_card['name']}; {of_host['name']}",
     )

@@ -32,8 +32,6 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-PLACES = (Place.ACCELERATOR, Place.HOST)
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -53,8 +51,8 @@ class MemoryPlan:
     def parts(self) -> Mapping[tuple[Place, Phase], tuple[Part, ...]]:
         """Memory of the job's first rank at the largest moment of a phase, by place and phase. Only
         this rank writes the module in a save."""
-        of_places = {place: self._peaks(place, is_first=True) for place in PLACES}
-        return {(place, at): of_places[place][at] for place in PLACES for at in Phase}
+        of_places = {place: self._peaks(place, is_first=True) for place in Place}
+        return {(place, at): of_places[place][at] for place in Place for at in Phase}
 
     @cached_property
     def others(self) -> Mapping[Phase, int]:
@@ -90,15 +88,14 @@ def plan_memory(model: Model, machine: Machine, setup: Setup) -> MemoryPlan:
     Raises:
         ConfigError: the ``zenflow`` section contradicts itself.
     """
-    total, mine = machine.gpu_bytes, None
+    total, mine = machine.gpu_bytes, RankFacts(tuple(setup.partitions(model, machine)))
     if total is not None:
-        partitions, elements = tuple(setup.partitions(model, machine)), model.params
-        if setup.partitions_weights:
-            elements = sum(run.numel * run.times for run in partitions)
+        is_whole = not setup.partitions_weights
+        elements = model.params if is_whole else setup.partition_numel(model, machine)
         weights = 0 if setup.weights is Place.HOST else model.itemsize * elements
         of_host = () if machine.host_bytes is None else (("machine", machine.host_bytes),)
-        mine = RankFacts(partitions, max(0, total - weights), total, host_free=of_host)
-        if setup.flatten_tier is None and not setup.partitions_weights:
+        mine = RankFacts(mine.partitions, max(0, total - weights), total, host_free=of_host)
+        if setup.flatten_tier is None and is_whole:
             facts = FlattenFacts(weights, machine.ranks, total - weights, total)
             chosen = choose_tier(facts, reserve_fraction=ZeroFields().flatten_reserve_fraction)
             setup = replace(setup, flatten_tier=chosen.tier)
@@ -126,7 +123,7 @@ class Zero:
         self.setup, self.plan, self.is_first = setup, plan, is_first
         self.ranks, self.p, self.largest = planned.machine.ranks, model.params, model.largest
         self.partitions = setup.partitions(model, planned.machine)
-        self.n = sum(run.numel * run.times for run in self.partitions)
+        self.n = setup.partition_numel(model, planned.machine)
         self.most = max(run.numel for run in self.partitions)
         self.w, self.s = model.itemsize, DTYPE_BYTES[setup.accumulation_dtype(model)]
         self.is_whole = not setup.partitions_weights  # a rank has all weights
@@ -153,7 +150,7 @@ class Zero:
         setup, w, n = self.setup, self.w, self.n
         weights = 0 if self.lifts else w * n * (self.ranks if self.is_whole else 1)
         keeps = not self.is_whole and not setup.offload and not self.leaves
-        buffers = w * (setup.offload * self.largest if self.is_whole else setup.bucket)
+        buffers = w * (setup.offload * self.largest if self.is_whole else sum(setup.buckets))
         masters = self.on_gpu and (self.is_whole or w != 4)  # at stage 3 fp32 weights are masters
         return weights, keeps * self.s * n, buffers, masters * 4 * n
 
@@ -203,9 +200,9 @@ class Zero:
             # all gradients stay until the last micro-step; then a bucket's give way to its result
             after = max(across, 8 * largest) if setup.offload else max(own, across)
             after = own + (s + w) * filled if s != w and not setup.offload else after
-            return s * self.p, s * setup.bucket + max(0, after - s * filled)
+            return s * self.p, s * sum(setup.buckets) + max(0, after - s * filled)
         fits, earlier = setup.reduce_bucket_size >= self.p, setup.accumulation > 1
-        bucket = w * setup.bucket + (0 if fits else w * largest)
+        bucket = w * sum(setup.buckets) + (0 if fits else w * largest)
         reduced = w * filled + 4 * largest
         if setup.offload:  # 8: for the norm
             return 0, bucket + max(across, 8 * largest)
@@ -250,18 +247,16 @@ class Zero:
         """What the host holds from the start: weights, and ZeRO-Offload's masters, gradients and
         buffers."""
         pins, mine, each, whole = self.setup.pins, [Run(self.n)], self.partitions, self.is_whole
-        arrays: list[tuple[str, int, list[Run], bool]] = [
-            ("weights", self.lifts * self.w, mine, True)
-        ]
+        held = [self._array("weights", self.lifts * self.w, mine, locks=True)]
         if self.setup.offload:
-            arrays += [
-                ("optimizer", 4, each, pins and whole),
-                ("gradients", 4, each, pins),
-                ("gradients", 0 if whole else self.s, mine, pins),
-                ("buffers", whole * self.w, each, pins),
-                ("buffers", whole * self.w, [Run(self.largest)], pins),
+            held += [
+                self._array("optimizer", 4, each, locks=pins and whole),
+                self._array("gradients", 4, each, locks=pins),
+                self._array("gradients", 0 if whole else self.s, mine, locks=pins),
+                self._array("buffers", whole * self.w, each, locks=pins),
+                self._array("buffers", whole * self.w, [Run(self.largest)], locks=pins),
             ]
-        return [self._array(kind, nbytes, of, locks=locks) for kind, nbytes, of, locks in arrays]
+        return held
 
     def _of_host(self) -> Mapping[Phase, Moments]:
         setup, w, most, whole, ours = self.setup, self.w, self.most, self.is_whole, self.plan

@@ -159,7 +159,6 @@ def test_what_fits_leaves_the_reserve_and_room_for_activations(
         reserve = HOST_RESERVE + min(8, gpus) * RANK_RESERVE
         assert (Place.HOST in fit.short) == (fit.plan.host_peak() > int(host * GIB) - reserve)
         assert bool(fit.short) == (fit.missing > 0)
-        assert not (fit.short and fit.is_tight)
     best, fitting = suggested(found), [fit for fit in found if not fit.short]
     assert (best is None) == (not fitting)
     if best is None:
@@ -200,7 +199,7 @@ def test_a_share_on_the_gpu_is_what_a_run_would_choose() -> None:
     left = shared.left[Place.ACCELERATOR] + GPU_RESERVE - round(0.15 * 80 * GIB)
     assert 0 <= left < 0.5 * GIB
     assert f"{1 - plan.host_share:.0%} on the GPU" in shared.name
-    (before,) = fits(question, [Setup(stage=2, zenflow=ZenFlowConfig())])
+    (before,) = fits(question, [Setup(2, host_share=1.0, zenflow=ZenFlowConfig())])
     assert shared.seconds < before.seconds
 
 

@@ -109,7 +109,7 @@ def test_a_language_model_with_images_is_counted_without_them(tmp_path: Path) ->
         (None, "No such file"),
         ("{", "cannot be read"),
         ("[1]", "no JSON object"),
-        ('{"zero_optimization": {}}', "give it as --config"),
+        ('{"zero_optimization": {}}', "no hidden_size"),
         ("[" * 10**5, "cannot be read"),
         (json.dumps({"model_type": "resnet"}), "no num_attention_heads|no hidden_size"),
         (json.dumps({**SHAPES, "hidden_size": -1}), "no hidden_size"),
