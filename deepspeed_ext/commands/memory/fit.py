@@ -263,19 +263,17 @@ def run_from_cli(arguments: Any) -> str:
     params = arguments.params or shape.params
     question = _question(arguments, shape, Model(params, min(params, shape.largest), dtype))
     found = fits(question, setups)
+    written = ""
+    if arguments.write is not None:
+        if (best := suggested(found)) is None:
+            raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
+        config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
+        Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
+        written = f"\nIts config is in {arguments.write}."
     if arguments.json:
         return json.dumps(as_json(found, notes))
     text = as_text(found, notes, all_ways=bool(arguments.all))
-    if setups is not None:
-        text = f"{text}\n\n{phases_text(found[0])}"
-    if arguments.write is None:
-        return text
-    best = suggested(found)
-    if best is None:
-        raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
-    config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
-    Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
-    return f"{text}\nIts config is in {arguments.write}."
+    return f"{text}\n\n{phases_text(found[0])}" if setups is not None else f"{text}{written}"
 
 
 def _question(arguments: Any, shape: Any, model: Model) -> Question:
