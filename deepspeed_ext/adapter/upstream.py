@@ -184,12 +184,16 @@ def no_shared_buffers() -> Swap:
 
 def announced_builds() -> Swap:
     """Return a swap for the method that compiles or loads an operator of DeepSpeed: the first rank
-    of this host names a lock that it waits for, and torch prints nothing. If a build fails, the
-    error contains the compiler's output."""
+    of this host names it and a lock that it waits for, and torch prints nothing. If a build fails,
+    the error contains the compiler's output."""
     jit_load = OpBuilder.jit_load
 
     @functools.wraps(jit_load)
     def announced(self: OpBuilder, verbose: bool = True) -> Any:
+        if local_rank() == 0:
+            logger.info(
+                f"loading DeepSpeed's {self.name}; the first time it is compiled, for minutes"
+            )
         for lock, seconds in files.abandoned_locks() if local_rank() == 0 else ():
             if lock.parent.name == self.name:
                 logger.warning(

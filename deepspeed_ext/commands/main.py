@@ -10,12 +10,12 @@ import contextlib
 import json
 import os
 import re
-import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from deepspeed_ext import __version__
@@ -200,7 +200,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 130 (as if
     killed by SIGINT) after Ctrl-C, 141 (by SIGPIPE) if the reader of its output has gone."""
-    arguments = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(words)
+    if arguments.verb == "run":  # argparse would drop a first --
+        arguments.arguments = words[words.index(arguments.script, 1) + 1 :]
     commands = {"doctor": _doctor, "config": _config, "plan": _plan, "verify": _verify}
     try:
         status = commands.get(arguments.verb, _prepare_run)(arguments)
@@ -222,8 +225,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # as a rule while torch is imported
         return EXIT_INTERRUPTED
     if arguments.verb == "run":  # errors of the script are not ours to report
-        runpy.run_path(arguments.script, run_name="__main__")
+        _run_as_main(arguments.script)
     return status
+
+
+def _run_as_main(script: str) -> None:
+    """Like `runpy.run_path`, but ``__main__`` stays for exit handlers and threads, which may pickle
+    its classes."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = script
+    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    exec(code, vars(module))
 
 
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -44,6 +44,8 @@ class Core:
     """CPU numbers of its online hardware threads (processing units), ascending."""
     node: int = 0
     """NUMA node; -1 if sysfs assigns none."""
+    speed: int = 0
+    """More on a faster core: the kernel's capacity, or on Intel 1 for a P-core; 0: not known."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -51,12 +53,17 @@ class Core:
         return self.node, self.id
 
 
+def are_uneven(cores: Iterable[Core]) -> bool:
+    """Whether some are slower."""
+    speeds = [core.speed for core in cores]
+    return min(speeds, default=0) < 0.9 * max(speeds, default=0)
+
+
 @dataclass(frozen=True)
 class Topology:
-    """The online cores of one host, without isolated CPUs; `is_hybrid`: some are slower."""
+    """The online cores of one host, without isolated CPUs."""
 
     cores: tuple[Core, ...]
-    is_hybrid: bool = False
 
     @cached_property
     def cpus(self) -> frozenset[int]:
@@ -102,12 +109,10 @@ def read_topology(root: Path | str = "/") -> Topology:
     node_of = {
         cpu: node for node, path in nodes.items() for cpu in read_cpus(path / "cpulist") or ()
     } or dict.fromkeys(online, 0)
-    cores = [Core(pus[0], tuple(pus), node_of.get(pus[0], -1)) for pus in threads.values()]
-    return Topology(
-        tuple(sorted(cores, key=lambda core: core.order)),
-        # some cores have a PMU of their own
-        bool(online - (read_cpus(root / "sys/devices/cpu_core/cpus") or online)),
-    )
+    fast = read_cpus(root / "sys/devices/cpu_core/cpus") or frozenset()  # a PMU of their own
+    speeds = {cpu: read_int(base / f"cpu{cpu}/cpu_capacity") or int(cpu in fast) for cpu in threads}
+    found = [Core(k, tuple(v), node_of.get(k, -1), speeds[k]) for k, v in threads.items()]
+    return Topology(tuple(sorted(found, key=lambda core: core.order)))
 
 
 def read_accelerator_node(pci_address: str, root: Path | str = "/") -> int | None:

@@ -24,6 +24,7 @@ from deepspeed_ext import cores as masks
 from deepspeed_ext.cores.host import (
     Core,
     Topology,
+    are_uneven,
     find_allowed,
     read_accelerator_node,
     read_topology,
@@ -151,7 +152,7 @@ class _HostPlanner:
             local_ranks = [rank.local_rank for rank in members]
             if any(holders[core] > 1 for core, _ in items):
                 unbound[_OVERLAPPING] += local_ranks
-            elif self.topology.is_hybrid and len(members) > 1:
+            elif are_uneven(core for core, _ in items) and len(members) > 1:
                 unbound[_UNEVEN] += local_ranks
             else:
                 plans += self._plan_group(members, dict(items))
@@ -197,7 +198,8 @@ class _HostPlanner:
             if home is None or home not in places[index]:
                 most = Counter(core.node for core in held[index])
                 home = max(most, key=lambda node: (most[node], -node))
-            left = iter(sorted(held[index], key=lambda core: (abs(core.node - home), core.order)))
+            fast_first = sorted(held[index], key=lambda core: (-core.speed, core.order))
+            left = iter(sorted(fast_first, key=lambda core: abs(core.node - home)))
             for position, member in enumerate(members):
                 share = (len(held[index]) + len(members) - 1 - position) // len(members)
                 limit = within_quota(share, self._quota_cores(ranks[member]))
@@ -422,7 +424,7 @@ def plan_text(topology: Topology, plan: HostPlan) -> str:
     lines = [
         f"{counted(len(topology.cores), 'core')}, {counted(len(topology.cpus), 'CPU')} "
         f"({threads:g} per core), {counted(nodes, 'NUMA node')} "
-        f"with cores{', of different speeds' if topology.is_hybrid else ''}"
+        f"with cores{', of different speeds' if are_uneven(topology.cores) else ''}"
     ]
     for rank in plan.ranks:
         flags = f"  [{', '.join(rank.flags)}]" if rank.flags else ""

@@ -79,9 +79,9 @@ class GatherPlan:
         parameter_ids = sorted(parameter_ids)
         if unknown := [i for i in parameter_ids if i not in self.modes]:
             raise UnsupportedError(
-                f"parameters {unknown} (ds_id) were partitioned after deepspeed.initialize, but "
-                "stage3_allgather_single_param needs all parameters at that time. Add them to the "
-                "model before deepspeed.initialize, or set "
+                f"parameters {unknown} (ds_id) are not of the model that deepspeed.initialize got, "
+                "but stage3_allgather_single_param needs all parameters at that time. Add them to "
+                "the model before deepspeed.initialize, or set "
                 "zero_optimization.stage3_allgather_single_param to false"
             )
         by_mode = {mode: [i for i in parameter_ids if self.modes[i] is mode] for mode in GatherMode}

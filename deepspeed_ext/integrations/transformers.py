@@ -49,7 +49,7 @@ class MeasurementsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         measured = _measurements(optimizer)
-        if measured is None and state.is_world_process_zero:
+        if measured is None and optimizer is not None and state.is_world_process_zero:
             warn_once(
                 "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext. "
                 "Call deepspeed_ext.enable() before TrainingArguments, and give them a DeepSpeed "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_ext.cores.host import Core
-from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist
 
 
 def write(path: Path, text: str) -> None:
@@ -20,7 +20,6 @@ def write_host(
     *,
     old: bool = False,
     nodes: Sequence[int] | None = None,
-    efficient: str = "",
     quota: str | None = None,
     mask: str | None = None,
     isolated: str = "",
@@ -29,10 +28,10 @@ def write_host(
 
     Args:
         root: an empty directory.
-        cores: with all their hardware threads; a core of node -1 is in no node.
+        cores: with all their hardware threads; a core of node -1 is in no node. One of speed 1 is
+            an Intel P-core; a larger speed is what an ARM kernel calls capacity.
         old: spell as kernels of 2015 did: ``thread_siblings_list``, control groups of version 1.
         nodes: every node, those without cores included; by default the nodes of the cores.
-        efficient: CPU list of slower cores.
         quota: ``"<quota> <period>"`` of the process's control group.
         mask: CPU list that the process is allowed; by default all.
         isolated: CPU list of isolated CPUs.
@@ -44,10 +43,8 @@ def write_host(
     for core in cores:
         _write_core(base, core, old)
     _write_nodes(root / "sys/devices/system/node", cores, nodes)
-    if efficient:
-        fast = format_cpulist(frozenset(online) - parse_cpulist(efficient))
-        for name, cpus in {"cpu_core": fast, "cpu_atom": efficient}.items():
-            write(root / f"sys/devices/{name}/cpus", cpus)
+    if fast := [cpu for core in cores for cpu in core.pus if core.speed == 1]:
+        write(root / "sys/devices/cpu_core/cpus", format_cpulist(fast))
     _write_process(root, online, old, quota, mask)
     return root
 
@@ -60,6 +57,8 @@ def _write_core(base: Path, core: Core, old: bool) -> None:
         write(topology / "thread_siblings_list", format_cpulist(core.pus))
         # Never unique: this is why nothing may be keyed on it.
         write(topology / "core_id", "0")
+        if core.speed > 1:
+            write(base / f"cpu{cpu}/cpu_capacity", str(core.speed))
 
 
 def _write_nodes(base: Path, cores: Sequence[Core], nodes: Sequence[int] | None) -> None:

@@ -26,7 +26,6 @@ class Case:
     quota: str | None = None
     options: dict[str, float] = field(default_factory=dict)
     on_cpu: bool = True
-    efficient: str = ""
     unbound: tuple[int, ...] = ()
 
 
@@ -43,13 +42,16 @@ def cores(
     return made
 
 
-def adjacent(number: int, threads: int, first: int = 0, node: int = 0) -> list[Core]:
+def adjacent(
+    number: int, threads: int, first: int = 0, node: int = 0, speed: int = 0
+) -> list[Core]:
     """``number`` cores whose ``threads`` hardware threads have neighbouring numbers."""
     starts = range(first, first + number * threads, threads)
-    return [Core(start, tuple(range(start, start + threads)), node) for start in starts]
+    return [Core(start, tuple(range(start, start + threads)), node, speed) for start in starts]
 
 
-HYBRID = tuple(adjacent(6, 2) + adjacent(8, 1, first=12))
+HYBRID = tuple(adjacent(6, 2, speed=1) + adjacent(8, 1, first=12))
+ARM = tuple(adjacent(4, 1, speed=718) + adjacent(4, 1, first=4, speed=1024))
 EVEN_ODD = tuple(Core(i, (i,), i % 2) for i in range(32))
 ALL_64_SMT = "0-127"
 SPARSE = "0,4-11,21-26,30-46"
@@ -127,8 +129,11 @@ CASES = (
         (("0", "1"), ("2", "3")),
         flags=("smt",),
     ),
-    Case("T12 hybrid", HYBRID, ("0-19",), (("0-12", "13-19"),), threads=(7,), efficient="12-19"),
-    Case("T12 hybrid, two ranks", HYBRID, ("0-19",) * 2, (), unbound=(0, 1), efficient="12-19"),
+    Case("T12 hybrid", HYBRID, ("0-19",), (("0-12", "13-19"),), threads=(7,)),
+    Case("T12 hybrid, two ranks", HYBRID, ("0-19",) * 2, (), unbound=(0, 1)),
+    Case("T12 two ranks on fast cores", HYBRID, ("0-11",) * 2, (("0-3", "4"), ("6-9", "10"))),
+    Case("T12 hybrid ARM", ARM, ("0-7",), (("4-7", "0-3"),)),
+    Case("T12 hybrid ARM, two ranks", ARM, ("0-7",) * 2, (), unbound=(0, 1)),
     Case(
         "T14 quota of 8 cores",
         tuple(cores(64, 64)),

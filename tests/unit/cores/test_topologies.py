@@ -16,7 +16,7 @@ QUOTA_PERIOD = 100000
 
 
 def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
-    topology = Topology(cores or case.cores, is_hybrid=bool(case.efficient))
+    topology = Topology(cores or case.cores)
     quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
     nodes = case.gpu_nodes or (None,) * len(case.masks)
     ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
@@ -43,11 +43,8 @@ def test_planner_gives_the_known_plan(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("old", [False, True])
 def test_a_host_is_read_as_it_was_written(case: Case, old: bool, tmp_path: Path) -> None:
-    write_host(
-        tmp_path, case.cores, old=old, nodes=case.nodes, efficient=case.efficient, quota=case.quota
-    )
+    write_host(tmp_path, case.cores, old=old, nodes=case.nodes, quota=case.quota)
     topology, (rank,), _ = read_host(tmp_path)
     assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))
-    assert topology.is_hybrid == bool(case.efficient)
     quotas = [int(case.quota.split()[0]) / QUOTA_PERIOD] if case.quota else []
     assert [quota.cores for quota in rank.quotas] == quotas
