@@ -95,18 +95,29 @@ class Engine(EngineConstruction):
             StateError: its weights are offloaded, or a step, backward pass or load was interrupted.
         """
         self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
+        if self._parts is not None and self.module._compiled_call_impl is not None:
+            # its hook is compiled, too, and then does nothing
+            self._parts.state.exact_weights.before_forward(self.module)
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients as DeepSpeed does.
 
         Raises:
             StateError: states are offloaded, or a step, backward pass or load was interrupted.
         """
         self._require(Readiness.require_states_here)
-        with self._recording(Work.BACKWARD):
-            return super().backward(*args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(self._recording(Work.BACKWARD))
+            if self._parts is not None and isinstance(loss, torch.Tensor) and loss.requires_grad:
+                # DeepSpeed's hook does not find a loss inside of an object of an unknown class
+                stack.callback(loss.register_hook(self._open_pass).remove)
+            return super().backward(loss, *args, **kwargs)
+
+    def _open_pass(self, grad: Any) -> None:
+        if self._parts is not None and not self._parts.backward_pass.is_open:
+            self._backward_prologue()
 
     def _backward_prologue(self) -> None:
         """Check readiness at the beginning of a backward pass, also of ``loss.backward()``; runs

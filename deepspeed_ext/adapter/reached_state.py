@@ -12,14 +12,20 @@ evaluation. That is a copy of the partitions and, at stages 1 and 2, a gather ea
 
 Note: [who evaluates]
 The change of weights is a collective, but at stages 1 and 2 a script may evaluate on one rank
-alone. So ranks first meet (`RankGroup.meet`). If not all come, each evaluates with the weights it
-has.
+alone. So ranks first meet (`RankGroup.meet`), also to leave, unless they train. If not all come,
+each goes on with the weights it has.
+
+Note: [weights of a script]
+A script may have put weights of its own into the model, such as an average or the best ones, to
+evaluate them. So a sample of the weights that a step leaves is kept, and if the model has others,
+they stay.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +51,8 @@ from deepspeed_ext.zenflow.worker.messages import Span
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
+_SAMPLED = 1024
+"""About so many elements of a partition are sampled."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -57,7 +65,6 @@ class ExactWeights:
     Args:
         drain: waits on all ranks until p and the weights are final; its argument is that of
             `_enter`.
-        readiness: knows how many backward passes there were.
         ranks: those that must meet before an evaluation.
     """
 
@@ -66,17 +73,18 @@ class ExactWeights:
         host: HostOptimizer,
         partitions: ZeroPartitions,
         drain: Callable[[bool], None],
-        readiness: Readiness,
         ranks: RankGroup,
     ) -> None:
-        self._host, self._partitions, self._drain = host, partitions, drain
-        self._readiness, self._ranks = readiness, ranks
+        self._host, self._partitions, self._drain, self._ranks = host, partitions, drain, ranks
         self._predicted: list[torch.Tensor] | None = None
         self._evaluates = False  # with p
-        self._graded = -1  # backward passes before the newest evaluation with gradients
         self._meets = True
         self._meetings = 0
+        self._id = ""  # of this engine, in the names of its meetings
         self._handle: Any = None
+        # See Note: [weights of a script]; None: not known. And after which update there were some.
+        self._left: list[torch.Tensor] | None = None
+        self._written_at = -1
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -147,9 +155,12 @@ class ExactWeights:
 
     def watch(self, module: torch.nn.Module) -> None:
         """Follow the forwards of `module`, also those that no engine sees."""
-        mine = weakref.ref(self)
+        mine, watched = weakref.ref(self), weakref.ref(module)
+        self._id = self._ranks.broadcast(uuid.uuid4().hex)
 
         def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+            if module is not watched():  # a deep copy has the hook, too
+                return
             if not torch.compiler.is_compiling() and (weights := mine()) is not None:
                 weights.before_forward(module)
 
@@ -159,27 +170,40 @@ class ExactWeights:
         """Called before `module` runs; a collective if the weights change."""
         evaluates = not module.training and not torch.is_grad_enabled()
         # whether weights may not be p; the same on all ranks
-        predicts = self._host.decided.rule.overlapped and self._host.state.updates > 0
+        updates = self._host.state.updates
+        predicts = self._host.decided.rule.overlapped and updates > 0
         if not evaluates:
-            self.end_evaluation()
-            if not module.training and predicts:
-                self._warn_of_gradients()
-        elif not self._evaluates and predicts and self._all_meet():
+            trains = module.training and torch.is_grad_enabled()
+            if trains or not self._evaluates or self._all_meet():
+                self.end_evaluation()
+        elif self._evaluates or not predicts or self._written_at == updates or not self._all_meet():
+            return
+        elif self._are_a_scripts():
+            self._written_at = updates
+        else:
             with torch.inference_mode(False), torch.no_grad():
                 # a script may have moved the optimizer's state away, to have memory for this
                 self._enter(takes_over=False)
             self._evaluates = True
 
-    def _warn_of_gradients(self) -> None:
-        """Warn if the forward before this one evaluated, too, with gradients and no backward pass:
-        its weights could not be replaced, because a backward pass needs those of its forward."""
-        if self._graded == self._readiness.passes:
-            warn_once(
-                "a forward in evaluation mode that computes gradients uses the weights that "
-                "training uses, which anticipate the update in flight. Evaluate under "
-                "torch.no_grad()"
-            )
-        self._graded = self._readiness.passes
+    def note(self, *, known: bool) -> None:
+        """Sample the weights that a step or a load has left, if they are `known` already."""
+        self._left = self._sample() if known else None
+
+    def _sample(self) -> list[torch.Tensor]:
+        wholes = map(self._partitions.weights, range(len(self._host.state.wholes)))
+        return [each[:: max(1, each.numel() // _SAMPLED)].clone() for each in wholes]
+
+    def _are_a_scripts(self) -> bool:
+        """Whether any rank has weights of a script. A collective."""
+        now = self._sample()
+        if self._host.ranks.all(all(map(torch.equal, self._left or now, now))):
+            return False
+        warn_once(
+            "the model's weights were written since the last step, so evaluation uses them as they "
+            "are until the next one"
+        )
+        return True
 
     def end_evaluation(self) -> None:
         """Go back to the weights of training. A collective if they were replaced."""
@@ -196,7 +220,7 @@ class ExactWeights:
     def _all_meet(self) -> bool:
         """Whether all ranks evaluate now; see Note: [who evaluates]."""
         if self._meets:
-            what = f"evaluation {self._host.state.updates} {self._meetings}"
+            what = f"evaluation {self._id} {self._meetings}"
             self._meets = self._ranks.meet(what, LONGEST_MEETING_SECONDS)
             self._meetings += 1
             if not self._meets:
@@ -260,7 +284,7 @@ class ReachedState:
         # with sharded weights, forward is a collective anyway
         meeting = host.ranks if partitions.saved_weights is None else RankGroup.alone()
         drain = partial(self.drain_together, False)
-        self.exact_weights = ExactWeights(host, partitions, drain, readiness, meeting)
+        self.exact_weights = ExactWeights(host, partitions, drain, meeting)
 
     @cached_property
     def host_ranks(self) -> RankGroup:
@@ -343,6 +367,7 @@ class ReachedState:
         if loads_optimizer and not exact:
             with host.state.quiet():
                 self._partitions.exchange_loaded()
+        self.exact_weights.note(known=False)
 
     def _read(self, states: Any) -> SavedState | None:
         """This rank's saved ZenFlow state; None: the checkpoint has none."""
@@ -391,3 +416,4 @@ class ReachedState:
         with self._host.state.quiet(), together(self._host.ranks, CheckpointError):
             super_call()
             self._host.state.replaced()
+        self.exact_weights.note(known=False)

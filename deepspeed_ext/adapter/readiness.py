@@ -71,14 +71,14 @@ class BackwardPass(BackwardHookStateManager):
             set()
         )  # with reduced gradients, in the newest call of the engine
         self._begins = begins
-        self._is_open = False
+        self.is_open = False
         self._graph_task = _NO_TASK
         self._has_reduced = False  # in this pass
 
     def enter_backward(self) -> None:
-        if not self._is_open:
+        if not self.is_open:
             self._begins()
-            self._is_open, self._graph_task = True, torch._C._current_graph_task_id()
+            self.is_open, self._graph_task = True, torch._C._current_graph_task_id()
             self._has_reduced = self.post_backward_callback_queued = False
         if self.backward_active_depth == 0:
             super().enter_backward()
@@ -86,27 +86,27 @@ class BackwardPass(BackwardHookStateManager):
     def reenter_backward_if_needed(self) -> None:
         """Called before each gradient is reduced, also in graph tasks that do not begin at an
         output of the engine."""
-        if not self._is_open and self.backward_seen_this_step:
+        if not self.is_open and self.backward_seen_this_step:
             self.enter_backward()
         self._has_reduced = True
         self.graph_tasks.add(torch._C._current_graph_task_id())
 
     def queue_post_backward_callback(self) -> bool:
         """Queue the callback on the graph task that began the pass."""
-        is_inner = self._is_open and torch._C._current_graph_task_id() != self._graph_task
+        is_inner = self.is_open and torch._C._current_graph_task_id() != self._graph_task
         return is_inner or super().queue_post_backward_callback()
 
     def run_grad_acc_post_hooks(self) -> None:
         super().run_grad_acc_post_hooks()
-        self.passes += self._is_open
-        self._is_open = False
+        self.passes += self.is_open
+        self.is_open = False
 
     def ended_early(self) -> bool:
         """Close a pass that an exception has ended; return whether there was one that had reduced
         gradients. See Note: [the end of a backward pass]."""
-        if not self._is_open or torch._C._current_graph_task_id() != _NO_TASK:
+        if not self.is_open or torch._C._current_graph_task_id() != _NO_TASK:
             return False
-        self._is_open, self.backward_active_depth = False, 0
+        self.is_open, self.backward_active_depth = False, 0
         return self._has_reduced
 
 
@@ -182,12 +182,8 @@ class Readiness:
         self._passes_taken = self._backward_pass.passes
 
     @property
-    def passes(self) -> int:
-        return self._backward_pass.passes
-
-    @property
     def has_passed(self) -> bool:
-        return self.passes != self._passes_taken
+        return self._backward_pass.passes != self._passes_taken
 
     def load_begins(self) -> None:
         """Note that a load writes weights, optimizer or counters from now on."""

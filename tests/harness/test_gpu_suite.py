@@ -27,7 +27,6 @@ from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
 from tests.support.ranks import on_sim, run_ranks
-from tests.support.same import assert_same
 from tests.support.waiting import wait_until
 from tools import offline, wheels
 
@@ -158,14 +157,6 @@ def test_without_an_accelerator_nothing_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_names_pick_a_part_and_all_below_it() -> None:
-    names = [part.name for part in gpu_parts.parts()]
-    assert len(names) == len(set(names))
-    below = [part.name for part in gpu_parts.parts() if part.is_in(["7b"])]
-    assert below == ["7b/exact", "7b/predictive"]
-    assert not any(part.is_in(["step/1.5"]) for part in gpu_parts.parts())
-
-
 def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
     blocks = []
     for part in (part for parts in suite.PARTS.values() for part in parts()):
@@ -175,19 +166,6 @@ def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
             blocks.append(Block(part.name, 0, "bash", text, False))
     (found,) = run_ranks(1, failures, blocks, pool="pages")
     assert not found, "\n".join(found)
-
-
-def test_the_list_says_what_ten_minutes_have_room_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.main(["--budget", "570", "--list"]) == 0
-    *rows, _, total = capsys.readouterr().out.strip().splitlines()
-    parts = gpu_parts.parts()
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == [
-        part.name for part in parts
-    ]
-    assert all(part.usual and part.covers for part in parts)
-    count, seconds = re.fullmatch(r"(\d+) of \d+ parts, about (\d+) s", total).groups()
-    assert int(count) >= 4
-    assert int(seconds) <= 570
 
 
 def test_two_calls_have_room_for_what_is_worth_most_in_its_order() -> None:
@@ -314,17 +292,6 @@ def test_models_have_the_size_that_they_are_called_by(name: str, parameters: flo
     with torch.device("meta"):
         model = Llama(SHAPES[name])
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.02)
-
-
-def test_recomputed_activations_change_no_gradient() -> None:
-    shape = SHAPES["toy"]
-    grads = []
-    for recompute in (True, False):
-        torch.manual_seed(0)
-        model = Llama(replace(shape, recompute=recompute))
-        model(torch.arange(shape.sequence)[None]).backward()
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-    assert_same(*grads)
 
 
 # -- wheels and the interpreter --------------------------------------------------------------------

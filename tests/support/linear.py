@@ -64,7 +64,7 @@ class Plain:
 
     def __init__(self, lr: float, weight_decay: float, accumulation: int = 1) -> None:
         torch.manual_seed(1234)
-        self.module, self._accumulation, self._micro_steps = LinearNet(), accumulation, 0
+        self.module, self.accumulation, self._micro_steps = LinearNet(), accumulation, 0
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=lr, weight_decay=weight_decay
         )
@@ -77,7 +77,7 @@ class Plain:
     def __call__(self, x: torch.Tensor, seed: int) -> torch.Tensor:
         y = self.module(x, seed)
         if y.requires_grad:
-            y.register_hook(lambda grad: grad / self._accumulation)
+            y.register_hook(lambda grad: grad / self.accumulation)
         return y
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class Plain:
 
     def step(self) -> None:
         self._micro_steps += 1
-        if self._micro_steps % self._accumulation == 0:
+        if self._micro_steps % self.accumulation == 0:
             self.optimizer.step()
             self._zero()
 

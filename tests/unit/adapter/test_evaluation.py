@@ -3,7 +3,9 @@ to the bit."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -107,15 +109,19 @@ def test_a_plain_loop_evaluates_the_saved_model_and_trains_on_to_the_bit(
 
 
 def alone(config: dict[str, Any]) -> list[str]:
-    """Rank 0 evaluates, the other does not; what is said of it."""
+    """Rank 0 evaluates, the other does not, but another engine before; what is said of it."""
     reached_state.LONGEST_MEETING_SECONDS = 0.5
-    engine, (data, rank) = make_engine(config), (batches(6, dist.get_rank()), dist.get_rank())
-    train(engine, data[:4])
+    other, engine = (make_engine(config) for _ in range(2))
+    data, rank = batches(6, dist.get_rank()), dist.get_rank()
+    for each in (other, engine):
+        train(each, data[:4])
+    by_module(other, on_device(data[0]))
     with heard("not all ranks evaluated") as told:
         for _ in range(2):
             if rank == 0:
                 by_module(engine, on_device(data[0]))
             train(engine, data[4:])
+    other.destroy()
     engine.destroy()
     return [text for _, text in told]
 
@@ -125,21 +131,41 @@ def test_one_rank_may_evaluate_alone_where_its_weights_are_whole() -> None:
     assert (len(first), len(second)) == (1, 0)
 
 
-def with_gradients(config: dict[str, Any]) -> list[int]:
-    """How often something is said while a run trains in evaluation mode; and of an evaluation."""
-    engine, data = make_engine(config), batches(4, dist.get_rank())
-    engine.module.eval()
-    with heard("that computes gradients") as training:
-        train(engine, data)
-    with heard("that computes gradients") as evaluating:
-        for batch in data:
-            engine(on_device(batch))
-    engine.destroy()
-    return [len(training), len(evaluating)]
+def of_a_script(config: dict[str, Any], is_compiled: bool) -> list[Any]:
+    """An evaluation, and one of weights that the script has put into the model: each loss beside
+    that of a copy of the model, which rank 0 runs alone. And what training on differs by."""
+    engine, plain = (make_engine(config) for _ in range(2))
+    data, batch = batches(6, dist.get_rank()), on_device(batches(1, 9)[0])
+    if is_compiled:
+        engine.compile(backend="eager")
+    found, params = list[Any](), list(engine.module.parameters())
+    for factor, weights in ((1.0, engine.optimizer.exact_weights()), (0.5, nullcontext())):
+        for each in (engine, plain):
+            train(each, data)
+        engine.eval()
+        for param in params:
+            param.data.mul_(factor)
+        with weights, torch.no_grad():
+            losses = [] if dist.get_rank() else [float(copy.deepcopy(engine.module)(batch))]
+        with torch.no_grad():
+            found.append({float(engine(batch)), *losses})
+        for param in params:
+            param.data.mul_(1 / factor)
+        engine.train()
+    for each in (engine, plain):
+        train(each, data)
+    found.append(first_difference(full_masters_of(engine), full_masters_of(plain), "p"))
+    for each in (engine, plain):
+        each.destroy()
+    return found
 
 
-def test_an_evaluation_with_gradients_is_told_that_it_has_the_weights_of_training() -> None:
-    assert run_ranks(1, with_gradients, zenflow_config(2)) == [[0, 1]]
+@pytest.mark.parametrize("compiles", [False, True])
+def test_weights_of_a_script_are_evaluated_and_a_copy_of_the_model_is_its_own(
+    compiles: bool,
+) -> None:
+    for own, written, differs in run_ranks(2, of_a_script, zenflow_config(2), compiles):
+        assert (len(own), len(written), len(own | written), differs) == (1, 1, 2, "")
 
 
 def before_backward(config: dict[str, Any]) -> str:

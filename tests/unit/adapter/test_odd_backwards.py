@@ -37,6 +37,12 @@ def once(side: Any, seed: int, plain: bool) -> None:
     backward(side, drawn_loss(side, seed), plain)
 
 
+def of_the_bare_module(side: Any, seed: int, plain: bool) -> None:
+    """Its outputs have no hook of DeepSpeed's, like those in an object of an unknown class."""
+    loss = side.module(leaf(side), seed).sum()
+    side.backward(loss / getattr(side, "accumulation", 1))  # an engine divides by itself
+
+
 def twice_in_one_loss(side: Any, seed: int, plain: bool) -> None:
     backward(side, drawn_loss(side, seed) + drawn_loss(side, seed + 1), plain)
 
@@ -112,6 +118,7 @@ def an_exception_before_any_gradient(side: Any, seed: int, plain: bool) -> None:
 
 MICRO_STEPS: list[Callable[[Any, int, bool], None]] = [
     once,
+    of_the_bare_module,
     twice_in_one_loss,
     two_forwards_then_two_passes,
     gradient_of_an_input,
