@@ -281,7 +281,8 @@ class EngineConstruction(DeepSpeedEngine):
             flattens = isinstance(self.optimizer, ZeroOptimizer)
             stage, kind = int(self.zero_optimization_stage()), type(self.optimizer).__name__
             where = f"ZeRO stage {stage} with {kind}"
-            told = settings.idle(where, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS)
+            gathers, binds = stage == ZERO_STAGE_WEIGHTS, self.core_binding is not None
+            told = settings.idle(where, flattens=flattens, gathers=gathers, binds=binds)
             replaced = [f"{name} has no effect: {REPLACED[name]}" for name in self._replaced]
             for text in [*told, *replaced]:
                 logger.warning(text)

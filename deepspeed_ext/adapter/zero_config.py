@@ -157,14 +157,19 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             return f"; did you mean {'.'.join(('zero_optimization', *elsewhere[close[0]]))!r}?"
         return ""
 
-    def idle(self, where: str, *, flattens: bool, gathers: bool) -> Iterator[str]:
+    def idle(self, where: str, *, flattens: bool, gathers: bool, binds: bool) -> Iterator[str]:
         """One line per setting that the user gave and that has no effect.
 
         Args:
             where: ZeRO stage and optimizer, for the message.
             flattens: whether the optimizer builds flat buffers (ours for ZeRO-1/2).
             gathers: whether parameters are gathered (ZeRO-3).
+            binds: whether core binding has started.
         """
+        enabled = self.core_binding.enabled
+        if "core_binding" in self.model_fields_set and not binds and enabled is not False:
+            why = f"this run uses {where}" if enabled else "it is not enabled, nor is zenflow"
+            yield f"zero_optimization.core_binding has no effect: {why}"
         matters = {
             "flatten_tier": flattens,
             "flatten_reserve_fraction": flattens,

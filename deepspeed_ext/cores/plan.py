@@ -409,6 +409,9 @@ def read_host(
         UnsupportedError: ``root`` does not describe a host.
     """
     topology, gpus = read_topology(root), sorted(Path(root, "proc/driver/nvidia/gpus").glob("*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(map(str.isdecimal, visible)):  # otherwise there are identifiers, or all are visible
+        gpus = [gpus[int(number)] for number in visible if int(number) < len(gpus)]
     allowed, warnings = find_allowed(topology, root)
     quotas, count = read_cpu_quotas(root), number or len(gpus) or 1
     nodes = [read_accelerator_node(gpu.name, root) for gpu in gpus]

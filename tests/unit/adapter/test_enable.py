@@ -170,6 +170,12 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             "flatten_tier has no effect: this run uses ZeRO stage 1 with BF16_Optimizer",
         ),
         (
+            2,
+            {"core_binding": {"dry_run": True}},
+            {},
+            "core_binding has no effect: it is not enabled, nor is zenflow",
+        ),
+        (
             3,
             {"zenflow": {"weights_arrive_in_forward": True}},
             {},

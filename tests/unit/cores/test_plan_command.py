@@ -29,7 +29,8 @@ def run(*arguments: str) -> int:
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two nodes with a GPU each, whose tree the command reads."""
     monkeypatch.setattr(planner, "read_host", partial(planner.read_host, tmp_path))
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
     write_host(tmp_path, cores(16, 16, 8))
     for address, node in (("0000:3b:00.0", "1"), ("0000:af:00.0", "0")):
         write(tmp_path / f"proc/driver/nvidia/gpus/{address}/information", "Model: GPU")
@@ -78,6 +79,15 @@ def test_each_gpu_has_a_rank_on_its_node_unless_their_number_is_given(
     assert all(set(rank) == fields for rank in printed["ranks"])
     assert [rank["local_rank"] for rank in printed["ranks"]] == list(range(number or 2))
     assert [rank["numa_node"] for rank in printed["ranks"]][:2] == [1, 0][:number]
+
+
+def test_gpus_that_are_not_visible_have_no_ranks(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert run("--json") == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["numa_node"] == 0
 
 
 def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
