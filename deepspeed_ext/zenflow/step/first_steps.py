@@ -119,8 +119,6 @@ class FirstSteps:
         share, why = times.chosen_share(plan, host.ranks.gather_objects(mine))
         moves = share < plan.host_share
         if moves:
-            # the next step publishes y again, without what moves
-            host.state.expose(shows_moments=False)
             moves = move(host, times.with_host_share(plan, share, why))
             why = why if moves else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
@@ -173,6 +171,8 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
         WorkerError: on every rank, if any rank's worker has failed.
     """
     link, ranks = host.link, host.ranks
+    # the next step publishes y again, without what moves
+    host.state.expose(shows_moments=False)
     link.wait_together()
     weights = [state.weights() for state in host.state.wholes]
     with link.deferring_errors():

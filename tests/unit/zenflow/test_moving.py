@@ -116,8 +116,6 @@ def moved_and_begun(
     train(engine, data[:moved_at])
     state = state_of(engine)
     before = looked_at(engine) if looks else []
-    if not host.rule.schedule.plan().waits_last:
-        host.state.expose(shows_moments=False)
     found = [] if move_share(host, SHARE) else ["there was no memory"]
     found += [] if any(host.state.heads.numels) else ["nothing has moved"]
     if looks:
