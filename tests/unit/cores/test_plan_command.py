@@ -96,6 +96,7 @@ def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFix
     assert "0-1,16-17" in text
     assert "10-15" in text
     assert text.count("why") == 2
+    assert "has no cores" not in text
     assert text.count("few kept for PyTorch beside an accelerator") == 2
 
 
