@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -51,6 +51,7 @@ from deepspeed_ext.zenflow.worker.messages import Span
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
+_engines = Counter[tuple[int, ...]]()
 _SAMPLED = 1024
 """About so many elements of a partition are sampled."""
 _ROOM = 2
@@ -66,6 +67,10 @@ class ExactWeights:
         drain: waits on all ranks until p and the weights are final; its argument is that of
             `_enter`.
         ranks: those that must meet before an evaluation.
+
+    Attributes:
+        left: `sample` of the weights that the last step left; None: not known. See Note: [weights
+            of a script].
     """
 
     def __init__(
@@ -80,11 +85,13 @@ class ExactWeights:
         self._evaluates = False  # with p
         self._meets = True
         self._meetings = 0
-        self._id = ""  # of this engine, in the names of its meetings
+        # of this engine in the names of its meetings: its ranks, and how many they had before
+        members = tuple(map(ranks.global_rank, range(ranks.size)))
+        self._id = f"{members} {_engines[members]}"
+        _engines[members] += 1
         self._handle: Any = None
-        # See Note: [weights of a script]; None: not known. And after which update there were some.
-        self._left: list[torch.Tensor] | None = None
-        self._written_at = -1
+        self.left: list[torch.Tensor] | None = None
+        self._written_at = -1  # the update after which a script had written weights
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -156,7 +163,6 @@ class ExactWeights:
     def watch(self, module: torch.nn.Module) -> None:
         """Follow the forwards of `module`, also those that no engine sees."""
         mine, watched = weakref.ref(self), weakref.ref(module)
-        self._id = self._ranks.broadcast(uuid.uuid4().hex)
 
         def before_forward(module: torch.nn.Module, inputs: Any) -> None:
             if module is not watched():  # a deep copy has the hook, too
@@ -186,18 +192,16 @@ class ExactWeights:
                 self._enter(takes_over=False)
             self._evaluates = True
 
-    def note(self, *, known: bool) -> None:
-        """Sample the weights that a step or a load has left, if they are `known` already."""
-        self._left = self._sample() if known else None
-
-    def _sample(self) -> list[torch.Tensor]:
+    def sample(self) -> list[torch.Tensor]:
+        """Some elements of each partition's weights."""
         wholes = map(self._partitions.weights, range(len(self._host.state.wholes)))
         return [each[:: max(1, each.numel() // _SAMPLED)].clone() for each in wholes]
 
     def _are_a_scripts(self) -> bool:
         """Whether any rank has weights of a script. A collective."""
-        now = self._sample()
-        if self._host.ranks.all(all(map(torch.equal, self._left or now, now))):
+        with together(self._host.ranks):
+            now = self.sample()
+        if self._host.ranks.all(all(map(torch.equal, self.left or now, now))):
             return False
         warn_once(
             "the model's weights were written since the last step, so evaluation uses them as they "
@@ -367,7 +371,7 @@ class ReachedState:
         if loads_optimizer and not exact:
             with host.state.quiet():
                 self._partitions.exchange_loaded()
-        self.exact_weights.note(known=False)
+        self.exact_weights.left = None
 
     def _read(self, states: Any) -> SavedState | None:
         """This rank's saved ZenFlow state; None: the checkpoint has none."""
@@ -416,4 +420,4 @@ class ReachedState:
         with self._host.state.quiet(), together(self._host.ranks, CheckpointError):
             super_call()
             self._host.state.replaced()
-        self.exact_weights.note(known=False)
+        self.exact_weights.left = None

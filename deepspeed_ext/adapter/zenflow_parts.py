@@ -173,8 +173,10 @@ class StepsInProcess(ZeROOptimizer):
         with parts.readiness.recording(Work.STEP), swapped(*swaps):
             parts.driver.run(super_call, lambda: self.overflow)
             parts.readiness.took_gradients()
-            if (decided := parts.host.decided).rule.overlapped:
-                self.exact_weights.note(known=decided.wait is not Wait.FORWARD)
+            if parts.host.decided.rule.overlapped:
+                is_there = parts.host.decided.wait is not Wait.FORWARD
+                with parts.host.link.deferring_errors():
+                    self.exact_weights.left = self.exact_weights.sample() if is_there else None
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""

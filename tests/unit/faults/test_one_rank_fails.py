@@ -77,7 +77,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/reached_state.py:ExactWeights.before_forward",
         "adapter/reached_state.py:ExactWeights.end_evaluation",
         "adapter/reached_state.py:ReachedState.settle",
-        "adapter/engine.py:Engine._backward_prologue",
+        *(f"adapter/engine.py:Engine.{name}" for name in ("_backward_prologue", "_open_pass")),
         "adapter/zenflow_parts.py:ZenFlowParts.require_known_state",
         *(f"flatten/tiers.py:{name}" for name in ("broadcasts", "_flat_with_own_slice")),
         *(f"zenflow/step/first_steps.py:FirstSteps.{name}" for name in ("after_step", "_choose")),
