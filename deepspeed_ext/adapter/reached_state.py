@@ -52,7 +52,7 @@ LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
 _engines = Counter[tuple[int, ...]]()
-_SAMPLED = 1024
+_SAMPLED = 64
 """About so many elements of a partition are sampled."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
@@ -90,7 +90,7 @@ class ExactWeights:
         self._id = f"{members} {_engines[members]}"
         _engines[members] += 1
         self._handle: Any = None
-        self.left: list[torch.Tensor] | None = None
+        self.left: torch.Tensor | None = None
         self._written_at = -1  # the update after which a script had written weights
 
     @contextmanager
@@ -192,16 +192,16 @@ class ExactWeights:
                 self._enter(takes_over=False)
             self._evaluates = True
 
-    def sample(self) -> list[torch.Tensor]:
+    def sample(self) -> torch.Tensor:
         """Some elements of each partition's weights."""
         wholes = map(self._partitions.weights, range(len(self._host.state.wholes)))
-        return [each[:: max(1, each.numel() // _SAMPLED)].clone() for each in wholes]
+        return torch.cat([each[:: max(1, each.numel() // _SAMPLED)] for each in wholes])
 
     def _are_a_scripts(self) -> bool:
         """Whether any rank has weights of a script. A collective."""
         with together(self._host.ranks):
             now = self.sample()
-        if self._host.ranks.all(all(map(torch.equal, self.left or now, now))):
+        if self._host.ranks.all(self.left is None or torch.equal(self.left, now)):
             return False
         warn_once(
             "the model's weights were written since the last step, so evaluation uses them as they "
