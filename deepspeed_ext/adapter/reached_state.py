@@ -16,9 +16,9 @@ alone. So ranks first meet (`RankGroup.meet`), also to leave, unless they train.
 each goes on with the weights it has.
 
 Note: [weights of a script]
-A script may have put weights of its own into the model, such as an average or the best ones, to
-evaluate them. So a sample of the weights that a step leaves is kept, and if the model has others,
-they stay.
+A script may have written other weights into the model, such as an average or the best ones, to
+evaluate them. So each step keeps a sample of the weights that it leaves. If they have changed, the
+evaluation uses them as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from deepspeed_ext.zenflow.worker.messages import Span
 LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
-_engines = Counter[tuple[int, ...]]()
+_engines = Counter[tuple[int, ...]]()  # that these ranks have built
 _SAMPLED = 64
 """About so many elements of a partition are sampled."""
 _ROOM = 2
