@@ -138,10 +138,10 @@ class Load:
         if not self._can_reshard or not saved.is_readable:
             return None
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
-        same_kind = saved.ranks == target.ranks and saved.has_whole_weights is not target.is_sharded
-        if self._weights_alone and (same_kind or self._has_weights(target)):
-            return target if self._needs_p(target) else None
+        if self._weights_alone:
+            return target if not self._has_weights(target) or self._needs_p(target) else None
         is_foreign = zenflow is None and saved.has_zenflow_state
+        same_kind = saved.has_whole_weights is not target.is_sharded
         if is_foreign or not (same_kind and target.layout.fits(saved.layout)):
             return target
         if loads_state:
@@ -172,15 +172,14 @@ class Load:
 
     def _has_weights(self, target: Target) -> bool:
         """Whether the checkpoint and this rank both have all weights, so that DeepSpeed can load
-        them."""
+        them. At stage 3 they are not in its file of the model."""
         return self._saved.has_whole_weights and not target.is_sharded
 
     def _needs_p(self, target: Target) -> bool:
-        """Whether p must be loaded if only weights are. At stage 3 DeepSpeed would load none: they
-        are not in its file of the model. Otherwise DeepSpeed sets the masters to the saved weights,
-        because these are p, or the checkpoint is of another model."""
-        if target.is_sharded or not self._saved.has_zenflow_state:
-            return target.is_sharded
+        """Whether p must be loaded although DeepSpeed can load the weights, to which it sets the
+        masters: unless these are p, or the checkpoint is of another model."""
+        if not self._saved.has_zenflow_state:
+            return False
         try:
             target.layout.require_same_parameters(self._saved.layout)
         except CheckpointError as error:

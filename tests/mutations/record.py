@@ -25,6 +25,7 @@ FOLDERS = (
     "commands",
     "config",
     "cores",
+    "faults",
     "flatten",
     "gather",
     "runtime",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
-from deepspeed_ext.adapter import upstream
+from deepspeed_ext.adapter import engine_construction, upstream
 from deepspeed_ext.adapter.engine_construction import built_together
 from deepspeed_ext.adapter.upstream import OpBuilder, announced_builds, swapped
 from deepspeed_ext.errors import DeepSpeedExtError
@@ -44,6 +45,19 @@ def lines_of(stage: int, **zenflow: Any) -> list[str]:
     assert len(set(texts)) == len(texts)
     assert [level for level, _ in second if level == "INFO"] == []
     return block.splitlines()
+
+
+@pytest.mark.parametrize(("ranks", "says"), [(8, []), (10, ["and 2 more ranks; "])])
+def test_the_cores_of_eight_ranks_are_told_and_how_many_more_there_are(
+    ranks: int, says: list[str]
+) -> None:
+    plans = [SimpleNamespace(local_rank=i, pytorch={2 * i}, optimizer={99}) for i in range(ranks)]
+    plans[0] = SimpleNamespace(local_rank=0, pytorch={0, 1, 2, 5}, optimizer=set())
+    binding: Any = SimpleNamespace(agreement=SimpleNamespace(host=SimpleNamespace(ranks=plans)))
+    first, second, *lines = engine_construction._cores(binding)
+    assert first == "local rank 0: PyTorch on 0-2,5"
+    assert second == "local rank 1: PyTorch on 2, optimizer on 99"
+    assert [line[: len("and 2 more ranks; ")] for line in lines[6:]] == says
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])

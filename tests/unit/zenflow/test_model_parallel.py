@@ -121,6 +121,32 @@ def test_the_guard_of_one_tensor_parallel_rank_makes_all_synchronous() -> None:
     assert run_ranks(2, guarded_apart, config, pool=POOL) == [(True, [])] * 2
 
 
+# -- overflows -------------------------------------------------------------------------------------
+
+
+def overflow_in_one_copy(config: dict[str, Any]) -> tuple[list[bool], list[str]]:
+    """The gradient of a replicated bias is infinite in one step, on rank 1 alone: the norm counts
+    such parameters on rank 0 only. Returns which steps were skipped, and what differs then."""
+    mpu, skipped = Grid(2), []
+    engine = engine_of(config, mpu)
+    factors = [1.0, 1.0, float("inf") if dist.get_rank() == 1 else 1.0, 1.0]
+    for factor, batch in zip(factors, batches_of(engine, len(factors)), strict=True):
+        handle = engine.module.bias.register_hook(lambda grad, factor=factor: grad * factor)
+        step(engine, batch)
+        handle.remove()
+        skipped.append(bool(engine.optimizer.overflow))
+    found = differing(engine, mpu)
+    engine.destroy()
+    return skipped, found
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_an_overflow_that_the_norm_omits_skips_the_step_on_all_ranks(on_host: bool) -> None:
+    config = zenflow_config(2, gradients_on_host=on_host)
+    expected = [False, False, True, False], []
+    assert run_ranks(2, overflow_in_one_copy, config, pool=POOL) == [expected] * 2
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

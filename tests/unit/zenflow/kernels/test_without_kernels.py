@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
-from tests.support.ranks import on_sim
+from tests.support.ranks import on_sim, run_ranks
+from tests.support.zenflow import RULES, make_engine, zenflow_config
 
 BLOCK = 32
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 3, 1.0)
@@ -88,20 +90,20 @@ def test_temporaries_on_the_cpu_are_those_of_one_chunk(name: str) -> None:
     assert 4 * chunk <= allocations.largest <= 4 * ARRAYS[name] * chunk <= MIB
 
 
-def told_on_sim() -> list[str]:
+def told_at_the_start(config: dict[str, Any]) -> list[str]:
     told: list[str] = []
-    with patch.object(launch, "warn_once", told.append):
-        for warns in (True, False):
-            launch.prepare(torch.device("sim"), BLOCK, [], warns=warns)
-        launch.prepare(torch.device("cpu"), BLOCK, [], warns=True)
-    return told
+    with patch.object(launch, "warn_once", told.append), patch.object(logger, "warning") as warning:
+        launch.prepare(torch.device("cpu"), BLOCK, [], warns=True)  # where nobody expects kernels
+        make_engine(config).destroy()
+    return told + [call.args[0] for call in warning.call_args_list]
 
 
-def test_one_line_says_that_there_are_no_kernels_where_they_were_to_be_expected() -> None:
-    """On one rank; and not on the CPU, where nobody expects them."""
-    (told,) = on_sim(told_on_sim)
-    assert len(told) == 1
-    assert told[0].startswith("ZenFlow computes in torch operations on sim, a chunk at a time")
+def test_rank_0_says_that_there_are_no_kernels_and_what_the_rule_lacks() -> None:
+    config = zenflow_config(2, **RULES["selective"] | {"select_strategy": "epoch"})
+    (kernels, rule), others = run_ranks(2, told_at_the_start, config, device="sim")
+    assert kernels.startswith("ZenFlow computes in torch operations on sim:0, a chunk")
+    assert "training_data" in rule
+    assert others == []
 
 
 def test_without_triton_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

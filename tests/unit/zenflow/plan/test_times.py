@@ -86,6 +86,28 @@ def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room
     assert units == 0 or bytes_at(units - 1) > taken
 
 
+SYNCHRONOUS, INSIDE = {"overlap_step": False}, {"hide_transfers": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "worker", "seconds"),
+    [
+        ({}, 0.5, 1.0),
+        ({}, 2.0, 2.0),
+        (INSIDE, 0.5, 1.0 + 0.75),
+        (INSIDE, 2.0, 2.0 + 0.75),
+        (SYNCHRONOUS, 0.5, 1.0 + 0.75),
+        (SYNCHRONOUS, 2.0, 1.0 + 2.0),
+        (SYNCHRONOUS | INSIDE, 2.0, 1.0 + 0.75 + 2.0),
+    ],
+)
+def test_what_a_step_takes(config: dict[str, Any], worker: float, seconds: float) -> None:
+    plan = plan_of(GIB, **config)
+    assert ChainTimes(1.0, worker, link=0.75, there=8.0).step(plan, 1.0) == seconds
+    half = ChainTimes(1.0, 2 * worker, link=1.5, there=8.0).step(plan, 0.5)
+    assert half == seconds + 4.0
+
+
 # -- the choice, from what was measured ------------------------------------------------------------
 
 
