@@ -110,7 +110,7 @@ class DirectBuffers(TorchFunctionMode):
             sizes and no memory, and so is the 16-bit buffer that DeepSpeed makes beside each.
     """
 
-    def __init__(self, pin: bool, *, makes_masters: bool = True) -> None:
+    def __init__(self, pin: bool, *, makes_masters: bool) -> None:
         super().__init__()
         self._pin = pin and allocation.can_page_lock()
         self._makes_masters = makes_masters

@@ -56,7 +56,7 @@ def write(descriptor: int, memory: memoryview, offset: int) -> None:
         memory, offset = memory[written:], offset + written
 
 
-def write_summed(descriptor: int, memory: memoryview, offset: int, crc: int = 0) -> int:
+def write_summed(descriptor: int, memory: memoryview, offset: int, crc: int) -> int:
     """Like `write`; return the running CRC `crc`, continued over `memory`."""
     for begin in range(0, len(memory), _SUM_BYTES):
         part = memory[begin : begin + _SUM_BYTES]

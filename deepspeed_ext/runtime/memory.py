@@ -156,11 +156,7 @@ class Parked:
     """
 
     def __init__(
-        self,
-        tensors: Iterable[torch.Tensor],
-        unused: Iterable[torch.Tensor] = (),
-        *,
-        pins: bool = False,
+        self, tensors: Iterable[torch.Tensor], unused: Iterable[torch.Tensor] = (), *, pins: bool
     ) -> None:
         found = {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}
         copies = [_on_host(tensor, pins) for tensor in found.values()]

@@ -60,13 +60,12 @@ class Lines:
         run = ranks.RankPool.run
 
         def recorded_run(
-            pool: Any, body: Callable[..., Any], args: tuple, kwargs: dict, timeout: float
+            pool: Any, body: Callable[..., Any], args: tuple, kwargs: dict, *seconds: float
         ) -> Any:
             self._has_ranks = True
             name = (body.__module__, body.__qualname__)
-            return run(
-                pool, recorded, (str(folder), self._test, name, args, kwargs), {}, 3 * timeout
-            )
+            slower = [3 * each for each in seconds]
+            return run(pool, recorded, (str(folder), self._test, name, args, kwargs), {}, *slower)
 
         ranks.RankPool.run = recorded_run  # type: ignore[method-assign, assignment]
 

@@ -24,6 +24,7 @@ COPIED = (
     "tools",
     "pyproject.toml",
     "examples",
+    "studies",
     "configs",
     "docs",
     "README.md",

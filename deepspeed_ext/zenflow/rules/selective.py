@@ -89,7 +89,7 @@ class SelectiveSchedule(Schedule):
         source: where gradients come from.
     """
 
-    def __init__(self, settings: SelectiveSettings, source: Source = Source.COPY) -> None:
+    def __init__(self, settings: SelectiveSettings, source: Source) -> None:
         self.state = SelectiveState()
         self.ring = settings.slots(source)
         self._settings = settings

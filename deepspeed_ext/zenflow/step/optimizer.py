@@ -246,7 +246,7 @@ class HostOptimizer:
 
     # -- states on the host ------------------------------------------------------------------------
 
-    def offload(self, *, pins: bool = True) -> None:
+    def offload(self, *, pins: bool) -> None:
         """Wait for the update in flight, and free the accelerator memory that is held between
         steps. Call `reload` before the next step. Idempotent. Frees nothing if the host has no
         memory for it.

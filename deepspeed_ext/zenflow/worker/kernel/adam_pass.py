@@ -174,7 +174,7 @@ class AdamPasses(Passes):
 
     @classmethod
     def take_host_step(
-        cls, state: Sequence[Tensor], grad: Tensor, step: AdamStep, block_size: int, first: int = 0
+        cls, state: Sequence[Tensor], grad: Tensor, step: AdamStep, block_size: int, first: int
     ) -> None:
         """As in the base class, by the operations of ``torch.optim.AdamW``, so to its bits."""
         from deepspeed_ext.zenflow.worker.kernel.definition import loaded, store

@@ -159,7 +159,7 @@ class Passes(ABC):
 
     @classmethod
     def take_host_step(
-        cls, state: Sequence[Tensor], grad: Tensor, step: Any, block_size: int, first: int = 0
+        cls, state: Sequence[Tensor], grad: Tensor, step: Any, block_size: int, first: int
     ) -> None:
         """As `take_step`, in the worker without its native library."""
         cls.take_step(state, grad, step, block_size, first)
