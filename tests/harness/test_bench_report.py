@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -45,21 +44,6 @@ def arguments(*words: str) -> Any:
     return suite.arguments().parse_args(["--on", "cpu", "--toy", "--device", "cpu", *words])
 
 
-def test_a_crash_fails_after_the_rest_and_loses_no_result(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = measuring("good", "write({'a': 1})")
-    bad = measuring("bad", "1 / 0")
-    last = measuring("last", "pass")
-    assert suite.measure([good, bad, last], arguments()) == 1
-    assert re.search(r"bad +failed", capsys.readouterr().out)
-    kept = json.loads(out.read_text())
-    assert [row["state"] for row in kept["rows"]] == ["done", "failed", "done"]
-    assert "ZeroDivisionError" in kept["rows"][1]["output"]
-    assert kept["rows"][0]["output"] == "", "what is committed has no output but that of failures"
-    assert kept["settings"]["results"]["kept"]["rows"] == [{"a": 1}]
-
-
 def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     assert suite.measure([measuring("one", "write({'a': 1})")], arguments()) == 0
     assert suite.measure([measuring("two", "pass")], arguments()) == 0
@@ -73,22 +57,6 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
 def test_measurements_go_to_an_ignored_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUT", raising=False)
     assert suite.record_of(arguments()).path == report.ROOT / "outputs" / "bench" / "cpu.json"
-
-
-def test_a_terminal_shows_tables_in_columns() -> None:
-    markdown = "before\n| part | s |\n| --- | --- |\n| long name | 1 |\n| b |  |\n\nafter"
-    assert report.for_terminal(markdown).splitlines() == [
-        *("before", "part       s", "---------  -", "long name  1", "b", "", "after")
-    ]
-
-
-def test_a_silent_part_shows_life(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tests.perf.part.LIFE_SECONDS", 0.0)
-    monkeypatch.setattr("tests.perf.part.LOOK_SECONDS", 0.01)
-    assert suite.measure([measuring("quiet", "pass")], arguments()) == 0
-    assert "\nquiet ... 0 s\n" in capsys.readouterr().out
 
 
 def test_the_parts_fit_into_half_an_hour() -> None:

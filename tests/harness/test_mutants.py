@@ -17,8 +17,7 @@ from cosmic_ray.mutating import mutate_code
 from tests.mutations.mutants import MODULES, Mutant, draw, sites_of
 from tests.mutations.operators import RemoveStatement
 from tests.mutations.record import Test, choose
-from tests.mutations.values import Result, is_meant, mutant_task, run_all
-from tests.support.paths import ROOT
+from tests.mutations.values import Result, mutant_task, run_all
 
 SOURCE = """
 LIMIT = 4 << 20
@@ -33,11 +32,6 @@ def share(total: int | None, parts: int = 2) -> int:
         LIMIT,
     )
 """
-
-
-def test_every_module_exists() -> None:
-    for path in MODULES:
-        assert (ROOT / "deepspeed_ext" / path).is_file(), path
 
 
 def test_a_seed_draws_the_same_mutants_at_different_places() -> None:
@@ -70,11 +64,6 @@ def test_our_operator_does_what_its_examples_say() -> None:
     for example in RemoveStatement.examples():
         found = mutate_code(example.pre_mutation_code, RemoveStatement(), example.occurrence)
         assert found == example.post_mutation_code
-
-
-def test_only_the_kinds_that_are_asked_for_are_drawn() -> None:
-    found = draw(20, 3, ["flatten/layout.py"], ["statement"])
-    assert {mutant.site.kind for mutant in found} == {"statement"}
 
 
 def mutant_at(line: int) -> Mutant:
@@ -111,18 +100,6 @@ def test_tests_that_run_the_statement_are_chosen_quick_and_near_ones_first() -> 
     )
     assert choose(mutant_at(10), tests[-1:]) == tests[-1:], "perhaps in another process"
     assert not choose(mutant_at(10), [ran("tests/unit/zero/test_far.py::test", {7})])
-
-
-def test_no_mutant_gets_more_than_its_time() -> None:
-    tests = [
-        ran(f"tests/unit/gather/test_plan.py::test_{number}", {9}, 15.0, number % 2 == 0)
-        for number in range(20)
-    ]
-    chosen = choose(mutant_at(10), tests, most_seconds=40.0)
-    assert [
-        sum(test.seconds for test in chosen if test.has_ranks is has_ranks)
-        for has_ranks in (True, False)
-    ] == [30, 30]
 
 
 class FakeRoom:
@@ -166,13 +143,3 @@ def test_a_failure_of_ranks_counts_if_it_comes_again(
     run_all([mutant_task(mutant_at(10), tests, kept.append)], [room])
     assert ["".join(names) for names in room.ran] == forks
     assert [(result.state, result.by.removeprefix(file)) for result in kept] == [(state, by)]
-
-
-@pytest.mark.parametrize(
-    ("texts", "meant"), [(None, False), ([], True), (["plan.py"], True), (["topology", "x"], False)]
-)
-def test_what_is_tried_again_is_all_or_what_one_of_the_texts_names(
-    texts: list[str] | None, meant: bool
-) -> None:
-    mutant: Any = SimpleNamespace(name="cores/plan.py:1:2: -a")
-    assert is_meant(mutant, texts) is meant
