@@ -157,6 +157,31 @@ BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
         (Place.ACCELERATOR, Phase.BETWEEN),
         {"weights": 2 * HALF, "optimizer": MASTERS, "gradients": 2 * HALF, "buffers": 2 * 300},
     ),
+    (  # weights on the way to their masters on the host are converted, unless they are there, too
+        {"stage": 3, **OFFLOAD},
+        (Place.ACCELERATOR, Phase.START),
+        {"weights": 2 * HALF, "buffers": 4 * HALF},
+    ),
+    (
+        {"stage": 3, "offload_param": True, **OFFLOAD},
+        (Place.ACCELERATOR, Phase.START),
+        {"buffers": 2 * 300 + 2 * 100},
+    ),
+    (  # sums in fp32 are handed over as they are
+        {"stage": 2, "sums": "fp32"},
+        (Place.ACCELERATOR, Phase.STEP),
+        {"weights": 2 * 1000, "optimizer": MASTERS, "gradients": 4 * HALF},
+    ),
+    (  # torch's Adam in place of a fused one has temporaries
+        {"stage": 3, "fused_adam": False},
+        (Place.ACCELERATOR, Phase.STEP),
+        {
+            "weights": 2 * HALF,
+            "optimizer": MASTERS,
+            "gradients": (2 + 4) * HALF,
+            "buffers": 2 * 300 + 4 * HALF,
+        },
+    ),
     (  # a layer, and this rank's part of it if that comes from the host
         {"stage": 3, "offload_param": True, "gathers_on_save": True, **OFFLOAD},
         (Place.ACCELERATOR, Phase.SAVE),
