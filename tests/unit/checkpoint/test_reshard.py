@@ -237,6 +237,20 @@ def test_settings_without_like(saved: Run, resumed: Run, module_folder: Path) ->
     test_everything_arrives_to_the_bit(saved, resumed, module_folder)
 
 
+@pytest.mark.sampled(1)
+def test_files_of_older_releases_do_not_name_paddings_of_parameters(
+    module_folder: Path, tmp_path: Path
+) -> None:
+    saved, resumed = Run(2, 2, "predictive"), Run(3, 2, "selective")
+    folder = shutil.copytree(saved_by(saved, module_folder)[0], tmp_path / "older")
+    for path in Path(folder, "t").glob("*optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        del content["optimizer_state_dict"]["param_alignment_paddings"]
+        torch.save(content, path)
+    for difference, _ in run_ranks(3, resume, resumed, str(folder), pool=resumed.pool):
+        assert difference == ""
+
+
 @pytest.mark.parametrize("way", ["predictive", pytest.param("offload", marks=pytest.mark.full)])
 def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> None:
     other = Run(2, 3, way, "sub_groups")

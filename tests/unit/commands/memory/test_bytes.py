@@ -127,6 +127,16 @@ BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
             "buffers": 4 * 300 + 4 * HALF + 2 * 300,
         },
     ),
+    (  # as large as this rank's part
+        {"stage": 1},
+        (Place.ACCELERATOR, Phase.BACKWARD),
+        {
+            "weights": 2 * 1000,
+            "optimizer": MASTERS,
+            "gradients": 2 * 1000,
+            "buffers": 2 * 300 + 2 * HALF - 2 * 300,
+        },
+    ),
     (  # stage 2 converts the reduced bucket, and the largest gradient, which is being made
         {"stage": 2, "sums": "fp32"},
         (Place.ACCELERATOR, Phase.BACKWARD),

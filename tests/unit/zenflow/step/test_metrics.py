@@ -41,8 +41,8 @@ def measured(waits: list[float], inside: list[float], between: list[float]) -> M
 def test_every_number_has_its_name_and_unit() -> None:
     metrics = measured([0.5, 0.25], [1.5], [7.0])
     metrics._steps = 0
-    metrics.begin_step()
     assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
+    metrics.begin_step()
     metrics.bytes_down, metrics.bytes_up = 10, 20
     metrics.note_worker(4.0, gradients=1)
     metrics.note_link(1.0)
