@@ -343,7 +343,10 @@ class Engine(EngineConstruction):
             tag = self._files.begin_load(load_dir, tag)
         try:
             with self._recording(Work.LOAD):
-                return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+                loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            if self._parts is not None:
+                self._parts.state.exact_weights.remember()
+            return loaded
         finally:
             self._load = None
 

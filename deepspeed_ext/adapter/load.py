@@ -12,14 +12,12 @@ supported.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-import torch
-from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.saved_checkpoint import (
@@ -331,7 +329,7 @@ class Load:
             if self._weights_alone:
                 self.write_weights()
         # copied, because the user may keep these longer than the memory-mapped files
-        return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
+        return path, copy.deepcopy(client_state)
 
     def write_weights(self) -> None:
         """After a load of another layout, write p to the weights. A collective if it is one."""

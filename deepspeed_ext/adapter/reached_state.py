@@ -17,8 +17,10 @@ each goes on with the weights it has.
 
 Note: [weights of a script]
 A script may have written other weights into the model, such as an average or the best ones, to
-evaluate them. So each step keeps a sample of the weights that it leaves. If they have changed, the
-evaluation uses them as they are.
+evaluate them. So each step and load keeps a sample of the weights that it leaves, with a few
+elements of each parameter. If they have changed, the evaluation uses them as they are. It uses p
+after a write that no sample holds, and where weights arrive during the forward, because they are
+not there when the step ends.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ LONGEST_MEETING_SECONDS = 30.0
 _COMPARED_NUMEL = 1 << 16
 """Elements of p that are compared with their weights at once, on the host."""
 _engines = Counter[tuple[int, ...]]()  # that these ranks have built
-_SAMPLED = 64
-"""About so many elements of a partition are sampled."""
+_SAMPLED = 8
+"""About so many elements of each parameter are sampled."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -67,10 +69,6 @@ class ExactWeights:
         drain: waits on all ranks until p and the weights are final; its argument is that of
             `_enter`.
         ranks: those that must meet before an evaluation.
-
-    Attributes:
-        left: `sample` of the weights that the last step left; None: not known. See Note: [weights
-            of a script].
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class ExactWeights:
         self._id = f"{members} {_engines[members]}"
         _engines[members] += 1
         self._handle: Any = None
-        self.left: torch.Tensor | None = None
+        self._left: torch.Tensor | None = None  # a sample of weights; None: not known
         self._written_at = -1  # the update after which a script had written weights
 
     @contextmanager
@@ -174,6 +172,7 @@ class ExactWeights:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called before `module` runs; a collective if the weights change."""
+        self._partitions.order_gathers()  # a script may have written weights
         evaluates = not module.training and not torch.is_grad_enabled()
         # whether weights may not be p; the same on all ranks
         updates = self._host.state.updates
@@ -192,16 +191,30 @@ class ExactWeights:
                 self._enter(takes_over=False)
             self._evaluates = True
 
-    def sample(self) -> torch.Tensor:
-        """Some elements of each partition's weights."""
-        wholes = map(self._partitions.weights, range(len(self._host.state.wholes)))
-        return torch.cat([each[:: max(1, each.numel() // _SAMPLED)] for each in wholes])
+    @cached_property
+    def _sampled(self) -> list[torch.Tensor]:
+        """The places in each partition of the elements that are sampled."""
+        places = list[list[int]]([] for _ in self._host.state.wholes)
+        for each in self._partitions.places().values():
+            every = max(1, (each.end - each.begin) // _SAMPLED)
+            places[each.partition] += range(each.begin, each.end, every)
+        device = self._partitions.weights(0).device
+        return [torch.tensor(found, dtype=torch.int64, device=device) for found in places]
+
+    def _sample(self) -> torch.Tensor:
+        return torch.cat([self._partitions.weights(i)[at] for i, at in enumerate(self._sampled)])
+
+    def remember(self) -> None:
+        """Sample the weights that a step or a load leaves; see Note: [weights of a script]."""
+        if self._host.decided.rule.overlapped:
+            with self._host.link.deferring_errors():
+                self._left = None if self._host.link.stream.are_awaited else self._sample()
 
     def _are_a_scripts(self) -> bool:
         """Whether any rank has weights of a script. A collective."""
         with together(self._host.ranks):
-            now = self.sample()
-        if self._host.ranks.all(self.left is None or torch.equal(self.left, now)):
+            is_same = self._left is None or torch.equal(self._left, self._sample())
+        if self._host.ranks.all(is_same):
             return False
         warn_once(
             "the model's weights were written since the last step, so evaluation uses them as they "
@@ -371,7 +384,6 @@ class ReachedState:
         if loads_optimizer and not exact:
             with host.state.quiet():
                 self._partitions.exchange_loaded()
-        self.exact_weights.left = None
 
     def _read(self, states: Any) -> SavedState | None:
         """This rank's saved ZenFlow state; None: the checkpoint has none."""
@@ -420,4 +432,3 @@ class ReachedState:
         with self._host.state.quiet(), together(self._host.ranks, CheckpointError):
             super_call()
             self._host.state.replaced()
-        self.exact_weights.left = None

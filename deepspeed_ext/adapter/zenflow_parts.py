@@ -31,7 +31,6 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import counted, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators, together
-from deepspeed_ext.zenflow.plan.places import Wait
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 
 _registrations = 0
@@ -173,10 +172,7 @@ class StepsInProcess(ZeROOptimizer):
         with parts.readiness.recording(Work.STEP), swapped(*swaps):
             parts.driver.run(super_call, lambda: self.overflow)
             parts.readiness.took_gradients()
-            if parts.host.decided.rule.overlapped:
-                is_there = parts.host.decided.wait is not Wait.FORWARD
-                with parts.host.link.deferring_errors():
-                    self.exact_weights.left = self.exact_weights.sample() if is_there else None
+            self.exact_weights.remember()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""

@@ -100,6 +100,9 @@ class ZeroPartitions(ABC):
         """Gather on all ranks the weights that follow from loaded masters, if `loaded` did not and
         gathers do not come later. A collective."""
 
+    def order_gathers(self) -> None:  # noqa: B027
+        """Make the next all-gathers of weights wait for those written so far, if they would not."""
+
     @abstractmethod
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         """Copy `values`, if given, to the weights, and gather these on all ranks. A collective."""
@@ -251,10 +254,11 @@ class SubGroupPartitions(ZeroPartitions):
     # Note: [gathers have their own stream]
     # DeepSpeed gathers parameters on a stream that waits for no other. It could gather weights
     # before the current stream has written them: after a step, after a load of weights, and when
-    # exact weights are swapped in or out. So code that writes partitions calls this last.
+    # exact weights are swapped in or out. So code that writes partitions calls this last, and each
+    # forward first: scripts write weights, too. DeepSpeed's own timer would wait for the device
+    # there (`stream_timer`).
 
     def order_gathers(self) -> None:
-        """Make the next all-gathers wait for the weights written so far."""
         if (stream := gather_stream(self._zero)) is not None:
             stream.wait_stream(get_accelerator().current_stream())
 

@@ -154,10 +154,12 @@ def reading(path: str) -> Iterator[None]:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Raise an error of a block that writes, except our own, as one that says what to do."""
+    """Raise an error of a block that writes, except our own, as one that says what to do; others
+    than those of files are of what cannot be pickled."""
     try:
         yield
     except DeepSpeedExtError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{one_line(error)}. To go on: {ROOM}") from error
+        remedy = f". To go on: {ROOM}" if isinstance(error, OSError | RuntimeError) else ""
+        raise CheckpointError(f"{one_line(error)}{remedy}") from error

@@ -10,18 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.perf import bench_convergence, cpu_parts, report, sides, suite
+from tests.perf import bench_convergence, cpu_parts, sides, suite
 from tests.perf.part import Part
 from tests.support import ranks
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.98765, "0.988"), (1234.5, "1,234"), (-2.5, "-2.50"), (1e-9, "0.000000")],
-)
-def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert report.number(value) == text
-
 
 # -- the runner ------------------------------------------------------------------------------------
 
@@ -52,11 +43,6 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     assert kept["settings"]["results"]["kept"]["rows"] == [{"a": 1}]
     assert suite.measure([measuring("one", "1 / 0")], arguments()) == 0, "it is done"
     assert suite.measure([measuring("one", "1 / 0")], arguments("--again")) == 1
-
-
-def test_measurements_go_to_an_ignored_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OUT", raising=False)
-    assert suite.record_of(arguments()).path == report.ROOT / "outputs" / "bench" / "cpu.json"
 
 
 def test_the_parts_fit_into_half_an_hour() -> None:

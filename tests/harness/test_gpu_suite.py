@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +21,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime import memory
-from tests.perf import bench_decoder, bench_startup, card, decoder_ways, gpu_parts, report, suite
+from tests.perf import bench_decoder, card, decoder_ways, gpu_parts, report, suite
 from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
 from tests.support.ranks import on_sim, run_ranks
 from tests.support.waiting import wait_until
-from tools import offline, wheels
+from tools import wheels
 
 
 @pytest.fixture(autouse=True)
@@ -72,37 +71,6 @@ def test_a_part_that_fails_is_skipped_or_overruns_loses_nothing_of_the_others(
     assert rows["large"]["output"] == "no card"
     assert "begun" in rows["slow"]["output"]
     assert rows["slow"]["seconds"] < 30
-
-
-def test_what_a_part_had_measured_when_it_died_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the suite was killed with it, before it could take the part's file over."""
-    write = (  # without the versions, for which it would import torch
-        "from tests.perf import report; report.provenance = dict; "
-        "report.write({!r}, {{}}, [{{'ms': 1}}]); "
-    )
-    written, outcome = tmp_path / "written", Running.outcome
-
-    def overruns_when_it_has_written(running: Running) -> Any:
-        if written.exists() and running.part.name == "stays":
-            running.limit = 0
-        return outcome(running)
-
-    monkeypatch.setattr(Running, "outcome", overruns_when_it_has_written)
-    waits = f"open({str(written)!r}, 'w').close(); __import__('time').sleep(600)"
-    dies = fake("dies", write.format("half") + "import os; os._exit(3)")
-    stays = fake("stays", write.format("whole") + waits, 120)
-    chosen = [replace(dies, toy_result="half"), replace(stays, toy_result="whole")]
-    args = toy_args()
-    assert suite.measure(chosen, args) == 1
-    kept = json.loads((tmp_path / "gpu.json").read_text())["settings"]["results"]
-    assert [kept[name]["rows"] for name in ("half", "whole")] == [[{"ms": 1}]] * 2
-
-    report.write("half", {}, [{"ms": 1}, {"ms": 2}])
-    record = suite.record_of(args)
-    record.take_over(chosen, toy=True)
-    assert record.results["half"]["rows"] == [{"ms": 1}, {"ms": 2}]
 
 
 def test_a_part_that_is_ended_leaves_neither_a_process_in_another_group_nor_a_lock(
@@ -220,15 +188,6 @@ def test_on_a_card_the_device_has_no_more_memory_for_whoever_asks() -> None:
     assert "name a smaller card" in refused
 
 
-@pytest.mark.full
-def test_the_ballast_is_held_as_long_as_its_part_lives() -> None:
-    before = set(psutil.Process().children())
-    with card.held(24, "cpu"):
-        (child,) = set(psutil.Process().children()) - before
-        assert child.is_running()
-    assert not child.is_running()
-
-
 def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_is_empty(
     tmp_path: Path,
 ) -> None:
@@ -255,18 +214,6 @@ def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_i
     budgets = [float(word) for line in made for word in re.findall(r"BUDGET=(\d+)", line)]
     assert sum(budgets) <= 700
     assert all(sum(budgets[i:j]) < 600 for i, j in ((0, 1), (1, None)))
-
-
-# -- what the parts measure ------------------------------------------------------------------------
-
-
-def test_startup_gives_times_of_both_sides() -> None:
-    variants = ["upstream host path", "host"]
-    (found,) = run_ranks(1, bench_startup.body, variants, 1, 2, False, 1)
-    for name in variants:
-        (result,) = found[name]
-        assert result["seconds"] > 0
-        assert result["GB/s"] > 0
 
 
 # -- wheels and the interpreter --------------------------------------------------------------------
@@ -298,21 +245,3 @@ def test_wheels_are_closed_under_needs_and_never_hold_torch(
     needs["bottom"] = ["middle>=2"]
     with pytest.raises(wheels.WheelsError, match="middle>=2"):
         wheels.collect(["top"], tmp_path, "3.12")
-
-
-def test_an_interpreter_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert offline.interpreter(tmp_path, tmp_path / "venv").name.startswith("python"), (
-        "this one has everything"
-    )
-    known = offline.find_spec
-    monkeypatch.setattr(
-        offline, "find_spec", lambda name: None if name == "deepspeed" else known(name)
-    )
-    with pytest.raises(offline.OfflineError, match="make offline-wheels PYTHON_VERSION"):
-        offline.interpreter(tmp_path, tmp_path / "venv")
-    monkeypatch.setattr(offline, "find_spec", lambda name: None)
-    with pytest.raises(offline.OfflineError, match="has no torch"):
-        offline.interpreter(tmp_path, tmp_path / "venv")
-    assert not (tmp_path / "venv").exists()

@@ -4,6 +4,7 @@ to the bit."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -131,26 +132,31 @@ def test_one_rank_may_evaluate_alone_where_its_weights_are_whole() -> None:
     assert (len(first), len(second)) == (1, 0)
 
 
-def of_a_script(config: dict[str, Any], is_compiled: bool) -> list[Any]:
-    """An evaluation, and one of weights that the script has put into the model: each loss beside
-    that of a copy of the model, which rank 0 runs alone. And what training on differs by."""
+def of_a_script(config: dict[str, Any], is_compiled: bool, folder: str) -> list[Any]:
+    """An evaluation, and those of weights that the script has put into the model: into all of it,
+    into a small parameter, and that after a load. Each loss beside that of a copy of the model,
+    which rank 0 runs alone. And what training on differs by."""
     engine, plain = (make_engine(config) for _ in range(2))
     data, batch = batches(6, dist.get_rank()), on_device(batches(1, 9)[0])
     if is_compiled:
         engine.compile(backend="eager")
     found, params = list[Any](), list(engine.module.parameters())
-    for factor, weights in ((1.0, engine.optimizer.exact_weights()), (0.5, nullcontext())):
+    small = [engine.module.norm.weight]
+    for written, loads in (([], False), (params, False), (small, False), (small, True)):
         for each in (engine, plain):
             train(each, data)
+        if loads:
+            engine.save_checkpoint(folder, tag="t")
+            engine.load_checkpoint(folder, tag="t")
         engine.eval()
-        for param in params:
-            param.data.mul_(factor)
-        with weights, torch.no_grad():
+        for param in written:
+            param.data.mul_(0.5)
+        with nullcontext() if written else engine.optimizer.exact_weights(), torch.no_grad():
             losses = [] if dist.get_rank() else [float(copy.deepcopy(engine.module)(batch))]
         with torch.no_grad():
             found.append({float(engine(batch)), *losses})
-        for param in params:
-            param.data.mul_(1 / factor)
+        for param in written:
+            param.data.mul_(2.0)
         engine.train()
     for each in (engine, plain):
         train(each, data)
@@ -163,10 +169,33 @@ def of_a_script(config: dict[str, Any], is_compiled: bool) -> list[Any]:
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_weights_of_a_script_are_evaluated_and_a_copy_of_the_model_is_its_own(
-    compiles: bool,
+    compiles: bool, tmp_path: Any
 ) -> None:
-    for own, written, differs in run_ranks(2, of_a_script, zenflow_config(2), compiles):
-        assert (len(own), len(written), len(own | written), differs) == (1, 1, 2, "")
+    for *losses, differs in run_ranks(2, of_a_script, zenflow_config(2), compiles, str(tmp_path)):
+        assert ([*map(len, losses)], differs) == ([1, 1, 1, 1], "")
+        assert len(set.union(*losses)) == 4
+
+
+def written_between_steps(config: dict[str, Any]) -> list[float]:
+    """The losses of weights that the script has set to zero, at stage 3."""
+    engine, losses = make_engine(config), list[float]()
+    params = list(engine.module.parameters())
+    for batch in map(on_device, batches(4, 0)):
+        train(engine, batches(2, 1))
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            for param in params if dist.get_rank() == 0 else ():
+                param.data.zero_()
+        losses.append(float(engine(batch)))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("rule", ["predictive", "exact"])
+def test_a_forward_waits_for_weights_of_a_script(rule: str) -> None:
+    """The simulated accelerator tells of a gather that does not."""
+    config = zenflow_config(3, update_rule=rule)
+    for losses in run_ranks(2, written_between_steps, config, device="sim"):
+        assert losses == pytest.approx([math.log(64)] * 4)
 
 
 def before_backward(config: dict[str, Any]) -> str:

@@ -143,7 +143,7 @@ def overflow_in_one_copy(config: dict[str, Any]) -> tuple[list[bool], list[str]]
 @pytest.mark.parametrize("on_host", [False, True])
 def test_an_overflow_that_the_norm_omits_skips_the_step_on_all_ranks(on_host: bool) -> None:
     config = zenflow_config(2, gradients_on_host=on_host)
-    expected = [False, False, True, False], []
+    expected: tuple[list[bool], list[str]] = [False, False, True, False], []
     assert run_ranks(2, overflow_in_one_copy, config, pool=POOL) == [expected] * 2
 
 
