@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import deepspeed_ext
-from deepspeed_ext.adapter.weight_stream import _Exchange
+from deepspeed_ext.adapter.weight_stream import _buckets, _Exchange
 from deepspeed_ext.errors import PlanMismatchError, StateError, UnsupportedError
 from tests.support.matrix import some
 from tests.support.models import OddModel, batches, two_groups
@@ -133,6 +134,12 @@ def allocates_nothing(
     """`_Exchange.run`, in which a rank that lacked memory would leave the others waiting."""
     with mock.patch("torch.empty", side_effect=MemoryError("between agreement and exchange")):
         yield from run(exchange)
+
+
+def test_a_bucket_holds_no_more_than_its_size_but_for_one_larger_entry() -> None:
+    entries: Any = [SimpleNamespace(nbytes=nbytes) for nbytes in (4, 4, 4, 9, 1)]
+    found = [[each.nbytes for each in bucket] for bucket in _buckets(entries, 8)]
+    assert found == [[4, 4], [4], [9], [1]]
 
 
 def stops_early(rank_that_stops: int) -> str:

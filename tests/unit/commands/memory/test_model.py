@@ -153,5 +153,6 @@ def test_any_json_has_a_shape_or_is_refused(
 def test_a_typical_model_has_at_most_so_many_parameters(params: int) -> None:
     shape = typical(params)
     smallest = typical(1)
+    assert isinstance(shape.params, int)
     assert shape.params <= params or shape == smallest
     assert params < 10**9 or shape.params > 0.9 * params
