@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +25,6 @@ from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
 from tests.support.ranks import on_sim, run_ranks
 from tests.support.waiting import wait_until
-from tools import wheels
 
 
 @pytest.fixture(autouse=True)
@@ -214,34 +212,3 @@ def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_i
     budgets = [float(word) for line in made for word in re.findall(r"BUDGET=(\d+)", line)]
     assert sum(budgets) <= 700
     assert all(sum(budgets[i:j]) < 600 for i, j in ((0, 1), (1, None)))
-
-
-# -- wheels and the interpreter --------------------------------------------------------------------
-
-
-def test_wheels_are_closed_under_needs_and_never_hold_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs = {
-        "top": ["middle>=1", "torch>=2", 'old; python_version < "3.11"', 'more; extra == "x"'],
-        "middle": ["bottom", "nvidia-nccl-cu13"],
-        "bottom": ["top"],
-    }
-
-    def wheel(requirement: Any, folder: Path, python_version: str) -> Path:
-        path = folder / f"{requirement.name}-1.0-py3-none-any.whl"
-        with zipfile.ZipFile(path, "w") as archive:
-            lines = [f"Requires-Dist: {need}" for need in needs[requirement.name]]
-            archive.writestr(
-                f"{requirement.name}-1.0.dist-info/METADATA", "\n".join(["Name: x", *lines]) + "\n"
-            )
-        return path
-
-    monkeypatch.setattr(wheels, "_wheel", wheel)
-    (tmp_path / "stale-0.1-py3-none-any.whl").touch()
-    found = wheels.collect(["top"], tmp_path, "3.12")
-    assert [path.name.split("-")[0] for path in found] == ["bottom", "middle", "top"]
-    assert sorted(tmp_path.glob("*.whl")) == found
-    needs["bottom"] = ["middle>=2"]
-    with pytest.raises(wheels.WheelsError, match="middle>=2"):
-        wheels.collect(["top"], tmp_path, "3.12")

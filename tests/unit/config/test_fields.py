@@ -247,6 +247,7 @@ def test_a_zero_optimization_of_a_wrong_form_is_one_clear_error(zero: Any) -> No
         ("zero_optimization:\n  stage: 2\n", "DeepSpeed does not read YAML"),
         ("- a\n- b\n", "DeepSpeed does not read YAML"),
         ('{"zero_optimization": {', "is not a readable JSON file"),
+        ('{"bf16": {}, "bf16": {}, "fp16": {}}', "duplicate keys: bf16"),
     ],
 )
 def test_a_file_that_is_no_config_is_one_clear_error(

@@ -53,6 +53,7 @@ MISFITS: dict[str, tuple[str, Any, str]] = {
 
 SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (lambda state: state[STATE_KEY].update(version=99), "has version 99, this"),
+    "an older version": (lambda state: state[STATE_KEY].update(version=8), "has version 8, this"),
     "partitions": (lambda state: state[STATE_KEY]["partitions"][0].update(numel=1), "partition"),
     "no size": (lambda state: state[STATE_KEY]["partitions"][0].pop("numel"), "numel"),
     "inverse": (

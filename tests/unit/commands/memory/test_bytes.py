@@ -228,10 +228,14 @@ def test_pin_memory_locks_what_crosses_the_link_and_not_the_moments(pins: bool) 
     assert plan.nbytes(Place.HOST, Phase.BETWEEN) == crossing + 2 * 4 * 500
 
 
-def test_weights_on_the_host_are_page_locked_whatever_the_config_says() -> None:
-    setup = Setup(3, offload=True, offload_param=True, rounds_pinned=False, **SMALL)
-    plan = plan_memory(Model(1000, 100, "bfloat16"), Machine(2, 2), setup)
-    assert plan.page_locked(Phase.BETWEEN) == 2 * 500
+@pytest.mark.parametrize(("rounds", "params"), [(False, 1000), (True, 1000), (True, 1024)])
+def test_weights_on_the_host_are_page_locked_whatever_the_config_says(
+    rounds: bool, params: int
+) -> None:
+    """By torch, in powers of two."""
+    setup = Setup(3, offload=True, offload_param=True, rounds_pinned=rounds, **SMALL)
+    plan = plan_memory(Model(params, 100, "bfloat16"), Machine(2, 2), setup)
+    assert plan.page_locked(Phase.BETWEEN) == (1024 if rounds else 1000)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

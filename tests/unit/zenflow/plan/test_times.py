@@ -143,6 +143,13 @@ def test_the_share_that_is_chosen(times: list[ChainTimes], room: int, share: flo
     assert choice(plan_of(GIB), *times, room=room) == pytest.approx(share, abs=0.01)
 
 
+def test_the_reason_of_a_share_names_what_was_measured() -> None:
+    plan = plan_of(GIB)
+    _, why = chosen_share(plan, [(ChainTimes(1.0, 3.8, link=0.5), least_units(plan, 3 * GIB))])
+    assert "takes 3800.0 ms, copies 500.0 ms, the accelerator 1000.0 ms between" in why
+    assert "room for 30." in why
+
+
 def test_without_overlap_as_much_moves_as_fits() -> None:
     plan = plan_of(GIB, overlap_step=False)
     assert choice(plan, ChainTimes(1.0, 0.5, 0.1)) == 0.0
