@@ -14,8 +14,6 @@ from tests.perf import bench_convergence, cpu_parts, sides, suite
 from tests.perf.part import Part
 from tests.support import ranks
 
-# -- the runner ------------------------------------------------------------------------------------
-
 
 def measuring(name: str, statement: str) -> Part:
     """A part that runs `statement`, in which `write(...)` keeps a result."""

@@ -115,9 +115,11 @@ def moved(
 
 def sets_one(engine: Any, backward: Callable[[list[int]], None]) -> None:
     backward([0])
-    weight = engine.module.branches[1].weight
-    safe_set_full_grad(weight, torch.ones(WIDTH, WIDTH, device=weight.device))
+    weights = [branch.weight for branch in engine.module.branches]
+    for weight in weights:
+        safe_set_full_grad(weight, torch.ones(WIDTH, WIDTH, device=weight.device))
     engine.step()
+    assert float(engine.get_global_grad_norm()) >= 0.99 * WIDTH * math.sqrt(len(weights))
 
 
 def discards_one(engine: Any, backward: Callable[[list[int]], None]) -> None:
