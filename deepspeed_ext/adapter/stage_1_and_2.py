@@ -315,9 +315,33 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """Begin the step: DeepSpeed asks for this once it knows that the step will be applied."""
+        """The flat gradient, if there is one already or it can be laid out in the ring slot; None:
+        DeepSpeed builds one.
+
+        DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the
+        step has begun.
+        """
         self.zenflow_parts.driver.begin()
-        return super()._get_preflattened_grad_partition(group_idx)
+        flat = super()._get_preflattened_grad_partition(group_idx)
+        if flat is None:
+            with self.host_optimizer.link.deferring_errors():
+                flat = self._laid_out(group_idx)
+        return flat
+
+    def _laid_out(self, group_idx: int) -> torch.Tensor | None:
+        """Lay out a group's gradient in its ring slot; None if the slot is on another device, or
+        holds only a part of the gradient."""
+        if self.host_optimizer.decided.is_in_transit:
+            return None
+        slot, end = self.host_optimizer.coming_slot(group_idx), 0
+        numel = self.host_optimizer.state.wholes[group_idx].master.numel()
+        if slot.device != torch.device(self.device) or slot.numel() != numel:
+            return None
+        for grad in self.averaged_gradients[group_idx]:
+            begin, end = end, end + grad.numel()
+            slot[begin:end].copy_(grad.view(-1))
+        slot[end:].zero_()
+        return slot
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply

@@ -184,6 +184,7 @@ def verify(
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.wait(GRACE_SECONDS)
         results = [folder / f"{rank}.json" for rank in range(ranks)]
         written = [json.loads(path.read_text()) if path.exists() else {} for path in results]

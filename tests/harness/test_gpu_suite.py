@@ -97,6 +97,20 @@ def test_a_part_that_is_ended_leaves_neither_a_process_in_another_group_nor_a_lo
     )
 
 
+def test_a_file_of_results_is_never_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report.write("one", {}, [{"ms": 1}])
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report.write("one", {}, [{"ms": 2}])
+    assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"ms": 1}]
+
+
 def test_without_an_accelerator_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

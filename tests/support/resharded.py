@@ -150,7 +150,7 @@ def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:
     allow_fp16()
     engine = make_engine(run.config, model=partial(Model, 2.0), groups=two_groups)
     train(engine, data(0, steps))
-    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": torch.Size((7,))})
     expected = {"state": state_of(engine), "beside": beside(engine)}
     if dist.get_rank() == 0:
         torch.save(expected, Path(folder, "expected"))
@@ -168,7 +168,7 @@ def resume(
     engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
     path, client_state = engine.load_checkpoint(folder, tag="t")
     assert path is not None
-    assert client_state["mine"] == 7
+    assert client_state["mine"].numel() == 7
     assert engine.global_steps == steps
     expected = torch.load(Path(folder, "expected"))
     difference = first_difference(

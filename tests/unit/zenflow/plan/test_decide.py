@@ -268,10 +268,8 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         ({"hide_transfers": False}, {}),
         ({}, {"weights": Place.HOST}),
         ({}, {"is_on_cpu": True}),
-        (
-            {},
-            {"summed_dtype": "float32", "asks_for_fp32": True},
-        ),  # y does not fit in its gradient's place
+        # y does not fit in its gradient's place
+        ({}, {"summed_dtype": "float32", "asks_for_fp32": True}),
     ],
 )
 def test_what_somebody_reads_on_the_host_stays_whole(
