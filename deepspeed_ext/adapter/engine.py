@@ -420,6 +420,7 @@ class Engine(EngineConstruction):
             if self.parameter_gather is not None:
                 gather_hooks.detach(self.module, self.parameter_gather)
                 self.parameter_gather = None
+            self._training.pop(self, None)
             super().destroy()
 
 

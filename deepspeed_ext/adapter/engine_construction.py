@@ -9,6 +9,7 @@ before that agreement, the others wait in it.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import math
 import os
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial, update_wrapper
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -164,6 +165,8 @@ class EngineConstruction(DeepSpeedEngine):
     """What `Engine` overrides of the construction."""
 
     checkpoint_engine: Any
+    _training: ClassVar[weakref.WeakKeyDictionary[Any, set[int]]] = weakref.WeakKeyDictionary()
+    """Engines with ZenFlow that are not destroyed -> what they train, by `id`."""
     _ties_stages: bool
     """Whether stages of a pipeline share parameters."""
 
@@ -255,15 +258,17 @@ class EngineConstruction(DeepSpeedEngine):
     def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
         return (ThroughputTimer if self._zenflow is None else stream_timer)(*args, **kwargs)
 
+    def _hooked(self, create: Callable[[Any], Any]) -> Any:
+        """Create a hook on the module; if the constructor fails, it goes."""
+        hook = create(self if self._zenflow is None else WeakEngine(self))
+        self._undo.callback(hook.remove)
+        return hook
+
     def _create_module_forward_pre_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_pre_hook(
-            self if self._zenflow is None else WeakEngine(self)
-        )
+        return self._hooked(DeepSpeedEngine._create_module_forward_pre_hook)
 
     def _create_module_forward_post_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_post_hook(
-            self if self._zenflow is None else WeakEngine(self)
-        )
+        return self._hooked(DeepSpeedEngine._create_module_forward_post_hook)
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
         with swapped(*(held_optimizers() if self._zenflow is not None else ())):
@@ -302,12 +307,21 @@ class EngineConstruction(DeepSpeedEngine):
                 undo=self._undo,
             )
         with together(self._ranks, otherwise=None):
+            if self._training:
+                gc.collect()  # a deleted engine is in a reference cycle
+            trained = {id(param) for param in self.module.parameters() if param.requires_grad}
+            if zenflow is not None and not all(map(trained.isdisjoint, self._training.values())):
+                raise StateError(
+                    "another engine trains parameters of this model: call its destroy() first"
+                )
             swaps = self._optimizer_classes(settings, zenflow)
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
         self._parts = zenflow_of(zero_optimizer)
         if self._parts is not None:
             wrap_accelerate(EngineConstruction)
+            self._training[self] = trained
+            self._undo.callback(self._training.pop, self, None)
             self._parts.state.exact_weights.watch(self.module)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             group = self.seq_data_parallel_group

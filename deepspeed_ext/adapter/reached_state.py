@@ -117,7 +117,10 @@ class ExactWeights:
             predicted = [self._kept(index) for index in range(len(self._host.state.wholes))]
         self._predicted = predicted
         with together(self._host.ranks):
-            self._round()
+            for index in range(len(predicted)):
+                # in parts: a copy that converts needs memory for its result
+                for part, p in self._parts(index, places.CHUNK_NUMEL):
+                    part.copy_(p)
         self._partitions.spread(None)
 
     def _leave(self) -> None:
@@ -143,12 +146,6 @@ class ExactWeights:
         if not on_host and not get_accelerator().is_synchronized_device():
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()
-
-    def _round(self) -> None:
-        for index in range(len(self._host.state.wholes)):
-            # in parts: a copy that converts needs memory for its result
-            for part, p in self._parts(index, places.CHUNK_NUMEL):
-                part.copy_(p)
 
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Weights of a partition and p, in parts of `numel` elements."""

@@ -49,11 +49,9 @@ class ConfigSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _auto_is_not_given(cls, data: Any) -> Any:
-        return (
-            {name: value for name, value in data.items() if value != "auto"}
-            if isinstance(data, dict)
-            else data
-        )
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value != "auto"}
 
 
 LayoutT = TypeVar("LayoutT", bound=Any)

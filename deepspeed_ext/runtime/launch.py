@@ -118,7 +118,9 @@ def _launched(given: Mapping[str, str]) -> LaunchPlan | None:
     try:
         rank, size, local_rank, local_size = (int(given[name]) for name in names)
         if names is SRUN:  # whose fourth is the node's number
-            tasks = _tasks_of_nodes(given["SLURM_STEP_TASKS_PER_NODE"])
+            nodes = given["SLURM_STEP_TASKS_PER_NODE"].split(",")  # such as 2(x3),1
+            groups = [node.rstrip(")").partition("(x") for node in nodes]
+            tasks = [int(tasks) for tasks, _, times in groups for _ in range(int(times or 1))]
             local_size = tasks[local_size] if sum(tasks) == size else 0
             job = f"{given['SLURM_JOB_ID']}.{given.get('SLURM_STEP_ID', '')}"
             # node01 of node[01-03,7],login; containers often lack `scontrol show hostnames`
@@ -153,12 +155,6 @@ def _require_task(given: Mapping[str, str]) -> None:
             f"each component of a heterogeneous Slurm job numbers its own tasks: {SET_ALL} for "
             "each task"
         )
-
-
-def _tasks_of_nodes(counts: str) -> list[int]:
-    """The tasks of each node, of Slurm's counts such as ``2(x3),1``."""
-    groups = [group.rstrip(")").partition("(x") for group in counts.split(",")]
-    return [int(tasks) for tasks, _, times in groups for _ in range(int(times or 1))]
 
 
 def set_launch_variables() -> LaunchPlan:

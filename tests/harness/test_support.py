@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.runtime.backend import group_timeout_seconds
 from deepspeed_ext.zenflow.step import link
 from deepspeed_ext.zenflow.worker.kernel.native import library_path
-from tests.support.matrix import beyond_one_in, beyond_the_sample
+from tests.support.matrix import beyond_the_sample
 from tests.support.optimizer_process import running
 from tests.support.ranks import RankError, run_fresh_ranks, run_ranks, started_workers
 from tests.support.same import first_difference
@@ -189,13 +189,6 @@ class Case:
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         return self._mark if name == "sampled" else None
-
-
-def test_one_in_n_is_chosen_by_name_and_not_by_place() -> None:
-    cases: list[Any] = [Case(f"a.py::gather[{number}]", None) for number in range(600)]
-    left_out = beyond_one_in(12, cases)
-    assert 30 <= len(cases) - len(left_out) <= 70
-    assert beyond_one_in(12, [*reversed(cases[1:])]) == left_out - {cases[0]}
 
 
 def test_a_sample_without_a_number_has_each_function_and_value_of_a_file_in_few_cases() -> None:

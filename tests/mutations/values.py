@@ -2,17 +2,15 @@
 changed line.
 
     python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2]
-    [--seconds 25]
-        [--kinds KIND ...] [--again [TEXT ...]]
+    [--seconds 25] [--again]
 
 First it records which lines each test runs; the record is kept, and made again for files that have
 changed. Then each mutant meets first the tests without ranks and then some with ranks,
 until one fails. A mutant that no test runs survives. Results are in outputs/mutants: a line of JSON
 a mutant, and a page of the survivors; a campaign that was interrupted goes on. `--again` tries
-again what survived or did not end in time, all of it or where the place or the changed line holds
-one of the texts: there may be new tests, and on a busy machine a timeout need not be the mutant's
-doing. So a first pass with few `--seconds` costs little, and `--again` with more of them gives the
-result.
+again what survived or did not end in time: there may be new tests, and on a busy machine a timeout
+need not be the mutant's doing. So a first pass with few `--seconds` costs little, and `--again`
+with more of them gives the result.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.mutations.mutants import KINDS, MODULES, Mutant, draw
+from tests.mutations.mutants import MODULES, Mutant, draw
 from tests.mutations.record import MOST_SECONDS, Record, Test, choose
 from tests.mutations.rooms import Room, Run
 from tests.support.paths import ROOT
@@ -187,12 +185,7 @@ def page(results: Sequence[Result], command: str) -> str:
     killed = states["killed"] + states["timeout"]
     rows = [
         f"`{command}`: {len(results)} mutants, {states['killed']} killed, {states['timeout']} "
-        f"timed out, {states['survived']} survived ({killed / max(1, len(results)):.1%} died).",
-        "",
-        *(
-            f"- {kind}: {count}"
-            for kind, count in sorted(Counter(result.kind for result in results).items())
-        ),
+        f"timed out, {states['survived']} survived ({killed / max(1, len(results)):.1%} died)."
     ]
     for result in results:
         if result.state == "survived":
@@ -207,23 +200,17 @@ def made_rooms(count: int) -> Iterator[list[Room]]:
         yield [Room(Path(folder) / str(number)) for number in range(count)]
 
 
-def is_meant(mutant: Mutant, texts: Sequence[str] | None) -> bool:
-    """Whether `--again` with these texts means the mutant; without texts it means all, None: it was
-    not given."""
-    return texts is not None and (not texts or any(text in mutant.name for text in texts))
-
-
 def campaign(args: argparse.Namespace) -> int:
     """Record, draw, run and report; 0 if none survived."""
     record, results = Record(OUTPUTS / "record.json"), Results(OUTPUTS / f"{args.seed}.jsonl")
     paths = [path for path in MODULES if args.only in path]
-    mutants = draw(args.count, args.seed, paths, args.kinds)
+    mutants = draw(args.count, args.seed, paths)
     with made_rooms(args.processes) as rooms:
         run_all(list(record_tasks(record, rooms[0].path.parent)), rooms)
         tests, tasks = record.tests(), []
         for mutant in mutants:
             known = results.by_name.get(mutant.name)
-            if known is not None and not (known.state != "killed" and is_meant(mutant, args.again)):
+            if known is not None and not (known.state != "killed" and args.again):
                 continue
             if chosen := choose(mutant, tests, args.seconds):
                 tasks.append(mutant_task(mutant, chosen, results.keep))
@@ -233,8 +220,7 @@ def campaign(args: argparse.Namespace) -> int:
                 )
         run_all(tasks, rooms)
     found = [results.by_name[mutant.name] for mutant in mutants]
-    kinds = "" if args.kinds == list(KINDS) else f' ARGS="--kinds {" ".join(args.kinds)}"'
-    text = page(found, f"make test-mutants N={args.count} SEED={args.seed}{kinds}")
+    text = page(found, f"make test-mutants N={args.count} SEED={args.seed}")
     (OUTPUTS / f"{args.seed}.md").write_text(text)
     print(text)
     return int(any(result.state == "survived" for result in found))
@@ -247,9 +233,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300, help="mutants (300)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--only", default="", help="modules whose path holds this text")
-    parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of changes (all)"
-    )
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument(
         "--seconds",
@@ -258,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of tests a mutant, as recorded, without and with ranks",
     )
     parser.add_argument(
-        "--again", nargs="*", metavar="TEXT", help="try this seed's survivors and timeouts again"
+        "--again", action="store_true", help="try this seed's survivors and timeouts again"
     )
     args = parser.parse_args(argv)
     os.nice(10)

@@ -114,29 +114,12 @@ def test_a_new_user_begins(python: str, released_wheel: Path, sdist: Path, tmp_p
         interpreter = environment_of(
             program, tmp_path / "empty", *TORCH.get(python, "torch").split()
         )
-        run(
-            interpreter,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            f"{released_wheel}[transformers]",
-            cwd=tmp_path,
-        )
+        install = (interpreter, "-m", "pip", "install", "--quiet")
+        run(*install, f"{released_wheel}[transformers]", cwd=tmp_path)
         said = first_steps(interpreter, tmp_path)
         assert re.search(r"adam kernel\s.*native, ", said), said
         again = ("--force-reinstall", "--no-deps", "--no-cache-dir", sdist)
-        run(
-            interpreter,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            *again,
-            cwd=tmp_path,
-            CC="false",
-            CXX="false",
-        )
+        run(*install, *again, cwd=tmp_path, CC="false", CXX="false")
         said = first_steps(interpreter, tmp_path)
         assert "several times slower than the native kernel" in said
     finally:

@@ -98,7 +98,8 @@ class GuardState:
         too large."""
         speaks_for_change = excess < CALM_EXCESS if self.synchronous else not excess <= 1.0
         streak = self.streak + 1 if speaks_for_change else 0
-        if streak >= self._needed:
+        needs = CALM_PROBES << min(self.trips - 1, _MOST_DOUBLINGS) if self.synchronous else STRIKES
+        if streak >= needs:
             return GuardState(not self.synchronous, self.trips + (not self.synchronous))
         suspicious = streak > 0 and not self.synchronous
         return replace(
@@ -107,10 +108,6 @@ class GuardState:
             probed=False,
             steps_to_probe=0 if suspicious else self.steps_to_probe,
         )
-
-    @property
-    def _needed(self) -> int:
-        return CALM_PROBES << min(self.trips - 1, _MOST_DOUBLINGS) if self.synchronous else STRIKES
 
 
 @dataclass(frozen=True)

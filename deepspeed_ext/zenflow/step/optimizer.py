@@ -258,11 +258,10 @@ class HostOptimizer:
         every rank."""
         self.link.wait()
         if self._parked is None and not self.link.failed:
-            beside = [
-                tensor
-                for partition in self.state.partitions
-                for tensor in self._beside_weights(partition)
-            ]
+            heads, beside = self.state.heads, list[torch.Tensor]()
+            for partition in self.state.partitions:
+                beside += self.rule.state_beside_weights(partition)
+                beside += () if heads is None else heads.tensors(partition.index)
             assert all(tensor._base is None for tensor in beside), "a base would keep its memory"
             self._parked = Parked(beside, pins=pins)
             with self.link.deferring_errors():
@@ -279,11 +278,6 @@ class HostOptimizer:
                 self.state.expose(shows_moments=False, takes_over=False)
             self._parked = None
         self.is_offloaded = False
-
-    def _beside_weights(self, partition: Partition) -> list[torch.Tensor]:
-        heads = self.state.heads
-        beside = [] if heads is None else heads.tensors(partition.index)
-        return [*self.rule.state_beside_weights(partition), *beside]
 
     # -- the share on the accelerator --------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from deepspeed_ext.cores.plan import (
     plan_text,
     usable_cores,
 )
-from deepspeed_ext.runtime.proc import CpuQuota
+from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
 
@@ -133,6 +133,7 @@ def test_every_core_has_one_user_or_is_idle(host: Host, separate: bool) -> None:
         assert users.keys() | idle == {core_of[cpu] for cpu in allowed}
         assert set(plan.idle) <= allowed
     told = "\n".join([plan_text(host.topology, plan), *plan.warnings])
+    assert (f"\nidle {format_cpulist(plan.idle)}\n" in told) == bool(plan.idle)
     nouns = re.findall(r"\b(\d+) (?:core|CPU|rank|thread|NUMA node|kind)(s?)\b", told)
     assert nouns
     assert all((number != "1") == bool(plural) for number, plural in nouns), told

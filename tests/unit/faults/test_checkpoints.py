@@ -60,6 +60,7 @@ SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda state: state[STATE_KEY]["partitions"][0].update(inverse=torch.zeros(3)),
         "inverse",
     ),
+    "weights": (lambda state: state[STATE_KEY].update(weights=[torch.zeros(3)] * 9), "weights"),
     "optimizer": (lambda state: state[STATE_KEY].update(optimizer="lion"), "optimizer"),
     "no section": (lambda state: state.pop(STATE_KEY), "different saves or layouts"),
     "another step": (

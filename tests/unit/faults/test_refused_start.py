@@ -29,7 +29,13 @@ import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.cores.host import WorkerPlacement
-from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
+from deepspeed_ext.errors import (
+    ConfigError,
+    DeepSpeedExtError,
+    StateError,
+    UnsupportedError,
+    WorkerError,
+)
 from deepspeed_ext.runtime import memory as memory_module
 from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.zenflow.step.state_store import StateStore
@@ -426,6 +432,31 @@ def test_a_deleted_engine_leaves_nothing_behind() -> None:
     found = run_ranks(1, forget, zenflow_config(3))[0]
     assert found["workers"] == []  # DeepSpeed keeps its optimizer of stage 3 even after `destroy`
     assert found["descriptors"] == {}
+
+
+def build_another(config: dict) -> tuple[list[float], list[float]]:
+    """A second engine for a model is refused, and the first trains on; it comes after `destroy`, or
+    if the first is deleted, or trains something else on the same frozen weights."""
+    engine, data = make_engine(config), batches(5, 0)
+    model, losses = engine.module, train(engine, data[:2])
+    for leave in (engine.destroy, lambda: None):
+        with pytest.raises(StateError, match="call its destroy"):
+            make_engine(config, model=lambda: model)
+        losses += train(engine, data[2:4])
+        leave()
+        del engine
+        engine = make_engine(config, model=lambda: model)
+    losses += train(engine, data[4:])
+    make_engine(config, model=lambda: torch.nn.Sequential(model.requires_grad_(False), OddModel()))
+    engine.destroy()
+    return losses, run(config, 4, rank=0).losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_has_one_engine_at_a_time(stage: int) -> None:
+    config = zenflow_config(stage)
+    losses, expected = run_ranks(1, build_another, config)[0]
+    assert losses[:4] == expected
 
 
 def forget_after_the_communication(config: dict) -> dict[str, Any]:

@@ -358,3 +358,10 @@ def test_every_element_is_broadcast_once_by_its_owner(monkeypatch: pytest.Monkey
 def test_the_backend_decides_how_slices_are_exchanged(backend: str, way: str) -> None:
     ranks = SimpleNamespace(size=2, backend=SimpleNamespace(name=lambda: backend))
     assert tiers.exchange_of(ranks) is getattr(tiers, way)
+
+
+def test_only_the_masters_of_partitions_have_no_memory() -> None:
+    partition, other = torch.ones(4), torch.ones(4)
+    with staging.NoMasters([partition]):
+        made = partition.to(dtype=torch.float64), other.to(dtype=torch.float64), partition.clone()
+    assert [each.is_meta for each in made] == [True, False, False]

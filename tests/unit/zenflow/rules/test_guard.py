@@ -188,7 +188,8 @@ def test_steps_become_synchronous_after_strikes_in_a_row_and_overlapped_after_ca
 
 
 def test_the_time_to_stay_synchronous_is_bounded() -> None:
-    assert GuardState(True, trips=10**9)._needed == CALM_PROBES * 2**6
+    states = [GuardState(True, 10**9, CALM_PROBES * 2**6 - left).judged(0.0) for left in (2, 1)]
+    assert [state.synchronous for state in states] == [True, False]
 
 
 def test_probes_come_every_so_many_steps_and_at_once_after_a_strike() -> None:

@@ -234,7 +234,7 @@ def test_locked_pages_are_unlocked_before_they_are_unmapped(
 ) -> None:
     arena, locks = Arena.create(plan_layout([ArraySpec("a", "float32", 5000)])), PageLocks()
     for _ in range(2):
-        locks.lock([arena.tensor("a")])
+        locks.lock([torch.empty(0), arena.tensor("a")])
     del arena
     gc.collect()
     assert accelerator.events == ["lock"]
