@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -47,28 +46,15 @@ def carried(roots: Iterable[str]) -> set[str]:
 
 
 def imported_at_once(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Full names of what a module imports when it is imported, with lines: not in functions, nor
-    for types only, nor where a missing module is caught."""
+    """Full names of what a module imports when it is imported, with lines: not in functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "the project has no relative imports"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif not isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        ) and not _is_guarded(node):
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from imported_at_once(node)
-
-
-def _is_guarded(node: ast.AST) -> bool:
-    if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.unparse(node.test)
-    return isinstance(node, ast.Try) and any(
-        handler.type is not None
-        and re.search("ImportError|ModuleNotFoundError", ast.unparse(handler.type))
-        for handler in node.handlers
-    )
 
 
 @functools.cache
@@ -127,27 +113,3 @@ def test_tests_are_collected_with_no_more_than_torch_and_the_carried_wheels() ->
     assert not found, "\n".join(
         [*found, "import it in the test (pytest.importorskip), or carry it (tools/wheels.py)"]
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "is_found"),
-    [
-        ("import yaml", True),
-        ("if True:\n    from yaml import safe_load", True),
-        ("def f():\n    import yaml", False),
-        ("try:\n    import yaml\nexcept ImportError:\n    yaml = None", False),
-        ('import pytest\npytest.importorskip("yaml")\nimport yaml', False),
-        ('import pytest\nimport yaml\npytest.importorskip("yaml")', True),
-        ("if TYPE_CHECKING:\n    import yaml", False),
-        ("import ast, numpy, torch, pytest, hypothesis", False),
-    ],
-)
-def test_an_import_of_something_else_is_found(
-    line: str, is_found: bool, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / "tests" / "support").mkdir(parents=True)
-    (tmp_path / "tests" / "support" / "pages.py").write_text(f"{line}\n")
-    first = tmp_path / "tests" / "test_first.py"
-    first.write_text("from tests.support.pages import something\n")
-    assert len(missing([first], carried([*RUNTIME, *TESTS]))) == is_found

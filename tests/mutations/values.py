@@ -240,9 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=MOST_SECONDS,
         help="of tests a mutant, as recorded, without and with ranks",
     )
-    parser.add_argument(
-        "--again", action="store_true", help="try this seed's survivors and timeouts again"
-    )
+    parser.add_argument("--again", action="store_true", help="try survivors and timeouts again")
     args = parser.parse_args(argv)
     os.nice(10)
     return campaign(args)

@@ -26,6 +26,8 @@ from tests.support.compare import base_config
 from tests.support.models import OddModel
 from tests.support.ranks import run_ranks
 
+CPU = {"device": "cpu"}
+
 
 def entry_points() -> list[Any]:
     return [
@@ -135,8 +137,8 @@ def test_bad_config_is_one_clear_error_on_every_rank(
             assert part in message
 
 
-def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    config = base_config(stage, torch.bfloat16) | other
+def warnings_body(stage: int, zero: dict[str, Any], sums: str | None) -> list[str]:
+    config = base_config(stage, torch.bfloat16) | {"data_types": {"grad_accum_dtype": sums}}
     config["zero_optimization"] |= zero
     model = OddModel()
     with patch("deepspeed_ext.runtime.log.logger.warning") as warning:
@@ -148,45 +150,53 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "other", "says"),
+    ("stage", "zero", "says"),
     [
         (
             2,
             {"stage3_allgather_single_param": True},
-            {},
             "stage3_allgather_single_param has no effect: "
             "this run uses ZeRO stage 2 with ZeroOptimizer",
         ),
         (
             0,
             {"flatten_tier": "host"},
-            {},
             "flatten_tier has no effect: this run uses ZeRO stage 0 with FP16_UnfusedOptimizer",
         ),
         (
             1,
             {"flatten_tier": "host"},
-            {"data_types": {"grad_accum_dtype": "fp32"}},
             "flatten_tier has no effect: this run uses ZeRO stage 1 with BF16_Optimizer",
         ),
         (
             2,
             {"core_binding": {"dry_run": True}},
-            {},
             "core_binding has no effect: it is not enabled, nor is zenflow",
+        ),
+        (
+            2,
+            {"zenflow": {}, "elastic_checkpoint": True},
+            "elastic_checkpoint has no effect: "
+            "a checkpoint of any number of ranks is loaded without it",
+        ),
+        (
+            3,
+            {"zenflow": {}, "offload_param": CPU, "offload_optimizer": {**CPU, "ratio": 0.5}},
+            "offload_optimizer.ratio has no effect: "
+            "with offload_param, the whole optimizer is on the host",
         ),
         (
             3,
             {"zenflow": {"weights_arrive_in_forward": True}},
-            {},
             f"zenflow.weights_arrive_in_forward is retired: {RETIRED['weights_arrive_in_forward']}",
         ),
     ],
 )
 def test_a_setting_without_effect_warns_on_rank_0_only(
-    stage: int, zero: dict[str, Any], other: dict[str, Any], says: str
+    stage: int, zero: dict[str, Any], says: str
 ) -> None:
-    on_rank_0, on_rank_1 = run_ranks(2, warnings_body, stage, zero, other)
+    sums = "fp32" if "BF16_Optimizer" in says else None
+    on_rank_0, on_rank_1 = run_ranks(2, warnings_body, stage, zero, sums)
     assert on_rank_0 == [f"zero_optimization.{says}"]
     assert on_rank_1 == []
 
@@ -199,9 +209,10 @@ def startup_body() -> dict[str, Any]:
     return engine.optimizer.measurements()
 
 
-def test_measurements_have_the_time_of_the_start() -> None:
-    for measurements in run_ranks(2, startup_body):
+def test_measurements_have_the_time_and_the_peak_of_the_start() -> None:
+    for measurements in run_ranks(2, startup_body, device="sim"):
         assert 0 < measurements["flatten_seconds"] < measurements["startup_seconds"]
+        assert 0 < measurements["startup_peak_accelerator_gib"] < 0.01
 
 
 def shorter_group_timeout(seconds: float) -> float:

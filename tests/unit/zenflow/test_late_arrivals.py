@@ -47,6 +47,20 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     return found
 
 
+def measures_its_first_steps(config: dict[str, Any]) -> bool:
+    engine = make_engine(config)
+    host = engine.optimizer.host_optimizer
+    train(engine, batches(4, 0))
+    found = host.first_steps is not None and "zenflow_gather_ms" in host.measurements()
+    engine.destroy()
+    return found
+
+
+def test_what_limits_a_step_is_measured_where_weights_do_not_arrive_in_the_forward() -> None:
+    config = zenflow_config(2, update_rule="exact")
+    assert run_ranks(1, measures_its_first_steps, config, device="sim") == [True]
+
+
 def persistent_after_steps(config: dict[str, Any]) -> list[tuple[bool, bool]]:
     """Of each persistent parameter after each step: is it whole, and p."""
     engine, found = make_engine(config), []

@@ -204,7 +204,14 @@ def test_the_next_call_of_a_rank_that_stopped_ends_the_others_stream(stage: int)
     assert "another rank has stopped reading the weights" in found[1]
 
 
+def replace_and_save(engine: Any, folder: str) -> None:
+    master = engine.optimizer.single_partition_of_fp32_groups[0]
+    master.data = master.data.clone()
+    engine.save_checkpoint(folder, tag="u")
+
+
 CHANGES: dict[str, Callable[[Any, str], object]] = {
+    "an array in the place of p": replace_and_save,
     "a step": lambda engine, folder: train(engine, batches(1, rank=0)),
     "a load": lambda engine, folder: engine.load_checkpoint(folder, tag="t"),
     "a write": lambda engine, folder: safe_set_full_fp32_param(

@@ -44,6 +44,7 @@ def test_logits_of_the_vocabulary_count_unless_the_loss_is_fused(name: str, gib:
 def test_activations_are_what_is_reckoned_by_hand() -> None:
     """Ten tokens, width 8, two layers, queries of 8, keys of 4, a feed-forward of 16."""
     shape = Shape(vocabulary=1000, width=8, layers=2, query=8, key=4, ffn=16)
+    assert shape.params == 2 * 1000 * 8 + 2 * (2 * 8 * (8 + 4) + 3 * 8 * 16 + 2 * 8) + 8
     layer = 2 * 10 * (3 * 8 + 2 * (8 + 4) + 4 * 16)
     logits = (2 + 4 + 4) * 10 * 1000
     assert shape.activation_bytes(10) == 2 * 10 * 2 * 8 + logits
