@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +52,3 @@ def test_initialize_changes_no_weight() -> None:
     assert ranks.run_ranks(1, changed, sides.PREDICTIVE, 2) == [0]
     upstream = ranks.run_ranks(1, changed, sides.UPSTREAM_SEQUENTIAL, 2)
     assert upstream != [0], "upstream has been mended: say so in docs/design/upstream.md"
-
-
-def test_a_script_sends_its_ranks_nothing_of_its_own(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(_ranks: int, _body: object, *given: object, **_how: object) -> None:
-        assert b"__main__" not in pickle.dumps(given)
-        raise ranks.RankError
-
-    monkeypatch.setattr(ranks, "run_ranks", refuses)
-    monkeypatch.setattr("sys.argv", ["bench", "--rows", "AdamW", "--quick"])
-    with pytest.raises(SystemExit, match="1"):
-        runpy.run_path(bench_convergence.__file__, run_name="__main__")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.perf import bench_decoder, decoder_rank, decoder_ways, processes
-from tests.perf.bench_decoder import Runner, error_line, means_of, planned, times_of
+from tests.perf.bench_decoder import Runner, planned, times_of
 from tests.perf.decoder_ways import WAYS
 from tests.perf.processes import Processes, guarded
 from tests.support.waiting import wait_to_be_killed
@@ -134,21 +134,6 @@ def test_the_mean_of_a_long_run_has_its_warm_up_in_it() -> None:
     assert found["warm-up ms"] == pytest.approx(1000)
     assert found["ms with warm-up"] == pytest.approx((40 * 1000 + 960 * 200) / 1000)
     assert found["tokens/s"] == pytest.approx(10_000)
-
-
-def test_measurements_are_means_of_the_steps_that_know_them() -> None:
-    found = means_of([{"zenflow_wait_ms": 1.0}, {"zenflow_wait_ms": 3.0, "zenflow_worker_ms": 5.0}])
-    assert found == {"wait ms": 2.0, "worker ms": 5.0}
-
-
-def test_an_error_is_told_in_its_own_line() -> None:
-    assert error_line(
-        "ours: Traceback\n  File\nRuntimeError: CUDA out of memory. Tried\nmore\n"
-    ) == ("RuntimeError: CUDA out of memory. Tried")
-    assert (
-        error_line("start: ranks [0] of 1 failed\n--- rank 0: Traceback\n")
-        == "start: ranks [0] of 1 failed"
-    )
 
 
 def test_the_plan_stands_beside_what_is_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,29 @@ def moved_and_begun(
     engine.destroy()
     found.append(first_difference(begun, moved, "begun with it, moved"))
     return [*filter(None, found), *([] if overlapped else ["no step has overlapped"])]
+
+
+def refused_by_rank_1(config: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a run has moved, and goes on as if nobody had asked."""
+    data, results = batches(STEPS, dist.get_rank()), []
+    for asks in (False, True):
+        engine, moved = make_engine(config), False
+        losses = train(engine, data[:MOVED_AT])
+        with ExitStack() as stack:
+            if dist.get_rank() == 1:
+                full = patch.object(Heads, "__init__", side_effect=torch.OutOfMemoryError("full"))
+                stack.enter_context(full)
+            if asks:
+                moved = move_share(engine.optimizer.host_optimizer, SHARE)
+        results.append(result_of(engine, losses + train(engine, data[MOVED_AT:])))
+        engine.destroy()
+    return moved, not first_difference(*results, "asked")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_a_rank_has_no_room_nobody_moves(device: str) -> None:
+    assert run_ranks(2, refused_by_rank_1, config_of(2, 1.0), device=device) == [(False, True)] * 2
 
 
 @pytest.mark.sampled(48)

@@ -50,3 +50,8 @@ def test_steps_launch_only_what_the_start_has_compiled(
         prepared, launched = found
         assert launched
         assert launched <= prepared
+
+
+def test_rows_are_aligned_if_each_begins_at_a_multiple_of_16_bytes() -> None:
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    assert [launch.is_aligned(*of) for of in ((32, [x]), (12, [x]), (32, [x[1:]]))] == [1, 0, 0]
