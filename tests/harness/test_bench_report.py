@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.perf import bench_convergence, cpu_parts, sides, suite
+from tests.perf import bench_convergence, sides, suite
 from tests.perf.part import Part
 from tests.support import ranks
 
@@ -39,12 +39,6 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     assert kept["settings"]["results"]["kept"]["rows"] == [{"a": 1}]
     assert suite.measure([measuring("one", "1 / 0")], arguments()) == 0, "it is done"
     assert suite.measure([measuring("one", "1 / 0")], arguments("--again")) == 1
-
-
-def test_the_parts_fit_into_half_an_hour() -> None:
-    parts = cpu_parts.parts()
-    assert sum(part.usual for part in parts) < 30 * 60
-    assert all(part.limit > part.usual for part in parts)
 
 
 def test_initialize_changes_no_weight() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.perf import bench_decoder, decoder_rank, decoder_ways, processes
-from tests.perf.bench_decoder import Runner, planned, times_of
+from tests.perf.bench_decoder import Runner, times_of
 from tests.perf.decoder_ways import WAYS
 from tests.perf.processes import Processes, guarded
 from tests.support.waiting import wait_to_be_killed
@@ -134,10 +134,3 @@ def test_the_mean_of_a_long_run_has_its_warm_up_in_it() -> None:
     assert found["warm-up ms"] == pytest.approx(1000)
     assert found["ms with warm-up"] == pytest.approx((40 * 1000 + 960 * 200) / 1000)
     assert found["tokens/s"] == pytest.approx(10_000)
-
-
-def test_the_plan_stands_beside_what_is_measured() -> None:
-    found = planned(WAYS["ours, not tuned"], 1_497_000_000)
-    assert found["planned device GiB"] == pytest.approx(11.5, rel=0.05)
-    assert found["planned host GiB"] == pytest.approx(17.1, rel=0.05)
-    assert planned(decoder_ways.FSDP2, 10**9) == {}

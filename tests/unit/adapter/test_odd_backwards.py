@@ -53,6 +53,12 @@ def two_forwards_then_two_passes(side: Any, seed: int, plain: bool) -> None:
     backward(side, first, not plain)
 
 
+def what_comes_after_zero_grad(side: Any, seed: int, plain: bool) -> None:
+    once(side, seed, plain)
+    side.optimizer.zero_grad(set_to_none=False)
+    once(side, seed + 1, plain)
+
+
 def gradient_of_an_input(side: Any, seed: int, plain: bool) -> None:
     x = leaf(side)
     (gradient,) = torch.autograd.grad(side(x, seed).sum(), x)
@@ -121,6 +127,7 @@ MICRO_STEPS: list[Callable[[Any, int, bool], None]] = [
     of_the_bare_module,
     twice_in_one_loss,
     two_forwards_then_two_passes,
+    what_comes_after_zero_grad,
     gradient_of_an_input,
     through_frozen_parameters,
     with_a_frozen_layer,

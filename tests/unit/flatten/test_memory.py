@@ -20,6 +20,7 @@ from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.tiers import Flattener
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.ranks import RankGroup
+from tests.support.log import heard
 from tests.support.meter import LiveBytes
 from tests.support.models import on_device, this_device
 from tests.support.ranks import run_ranks
@@ -164,9 +165,11 @@ def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on:
     with (
         failing(failures[dist.get_rank()]),
         patch.object(allocation, "host_empty", host_empty),
+        heard("no longer fit into accelerator memory") as warnings,
         pytest.raises(OutOfMemoryError) as error,
     ):
         flatten(layout, forced)
+    assert not warnings
     for segment, value in zip(layout.segments, before, strict=True):
         assert segment.parameter.shape == value.shape
         assert torch.equal(
