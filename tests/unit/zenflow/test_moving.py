@@ -137,7 +137,7 @@ def moved_and_begun(
 
 def refused_by_rank_1(config: dict[str, Any]) -> tuple[bool, bool]:
     """Whether a run has moved, and goes on as if nobody had asked."""
-    data, results = batches(STEPS, dist.get_rank()), []
+    data, results = batches(STEPS, dist.get_rank()), list[Any]()
     for asks in (False, True):
         engine, moved = make_engine(config), False
         losses = train(engine, data[:MOVED_AT])
@@ -149,7 +149,7 @@ def refused_by_rank_1(config: dict[str, Any]) -> tuple[bool, bool]:
                 moved = move_share(engine.optimizer.host_optimizer, SHARE)
         results.append(result_of(engine, losses + train(engine, data[MOVED_AT:])))
         engine.destroy()
-    return moved, not first_difference(*results, "asked")
+    return moved, not first_difference(results[0], results[1])
 
 
 @pytest.mark.sampled(1)
