@@ -60,7 +60,7 @@ def exported(config: dict[str, Any], folder: str) -> dict[str, str]:
 
 def refused(engine: Any, folder: str) -> None:
     """One rank has no memory for a copy of its weights, or while it writes p: all ranks raise."""
-    for name in ("_aside", "_round"):
+    for name in ("_aside", "_parts"):
         full = mock.patch.object(ExactWeights, name, side_effect=MemoryError("full"))
         with (
             pytest.raises(RankError, match="rank 1: MemoryError: full"),
