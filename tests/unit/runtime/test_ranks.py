@@ -60,14 +60,11 @@ def test_every_rank_has_the_same_error(
 
 
 def tell(flags: dict[int, bool], error: Exception | None) -> str:
-    """Each rank has its flag, and rank 1 perhaps an error."""
+    """Some ranks have a flag, and rank 1 perhaps an error."""
     ranks = RankGroup.of(None, this_device())
+    flag = {"flag": flags[ranks.rank]} if ranks.rank in flags else {}
     try:
-        return str(
-            raise_together(
-                ranks, error if ranks.rank == 1 else None, flag=flags.get(ranks.rank, False)
-            )
-        )
+        return str(raise_together(ranks, error if ranks.rank == 1 else None, **flag))
     except WorkerError as raised:
         return str(raised)
     finally:
