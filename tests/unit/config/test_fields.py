@@ -106,6 +106,7 @@ def test_sections_of_others_may_stand_beside_zero_optimization() -> None:
             {"zenflow": {"prediction_error_factor": 0.5}},
             ["zero_optimization.zenflow.prediction_error_factor", "0.5", "at least 1"],
         ),
+        ({"zenflow": {"prediction_error_factor": -0.5}}, ["prediction_error_factor", "-0.5"]),
         (
             {"zenflow": {"top_ratio": 0.1}},
             ["zero_optimization.zenflow.top_ratio", "mean 'topk_ratio'"],
