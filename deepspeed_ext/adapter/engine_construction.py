@@ -309,11 +309,10 @@ class EngineConstruction(DeepSpeedEngine):
         with together(self._ranks, otherwise=None):
             if self._training:
                 gc.collect()  # a deleted engine is in a reference cycle
-            trained = {id(param) for param in self.module.parameters() if param.requires_grad}
+            given = [] if optimizer is None else optimizer.param_groups
+            trained = {id(x) for group in given for x in group["params"] if x.requires_grad}
             if zenflow is not None and not all(map(trained.isdisjoint, self._training.values())):
-                raise StateError(
-                    "another engine trains parameters of this model: call its destroy() first"
-                )
+                raise StateError("another engine trains these parameters: call its destroy() first")
             swaps = self._optimizer_classes(settings, zenflow)
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)

@@ -130,7 +130,5 @@ def test_who_takes_the_last_memory_of_the_host_is_ended_and_the_reason_kept() ->
 def test_the_mean_of_a_long_run_has_its_warm_up_in_it() -> None:
     found = times_of([0.1, 0.3], [1.0] * 40, tokens=2000)
     assert found["mean ms"] == pytest.approx(200)
-    assert found["deviation ms"] == pytest.approx(100)
-    assert found["warm-up ms"] == pytest.approx(1000)
     assert found["ms with warm-up"] == pytest.approx((40 * 1000 + 960 * 200) / 1000)
     assert found["tokens/s"] == pytest.approx(10_000)

@@ -436,7 +436,7 @@ def test_a_deleted_engine_leaves_nothing_behind() -> None:
 
 def build_another(config: dict) -> tuple[list[float], list[float]]:
     """A second engine for a model is refused, and the first trains on; it comes after `destroy`, or
-    if the first is deleted, or trains something else on the same frozen weights."""
+    if the first is deleted, or trains something else of the model."""
     engine, data = make_engine(config), batches(5, 0)
     model, losses = engine.module, train(engine, data[:2])
     for leave in (engine.destroy, lambda: None):
@@ -447,8 +447,10 @@ def build_another(config: dict) -> tuple[list[float], list[float]]:
         del engine
         engine = make_engine(config, model=lambda: model)
     losses += train(engine, data[4:])
-    make_engine(config, model=lambda: torch.nn.Sequential(model.requires_grad_(False), OddModel()))
     engine.destroy()
+    whole = torch.nn.Sequential(OddModel(), OddModel())  # as a GAN's
+    for part in whole:
+        make_engine(config, model=lambda: whole, groups=lambda _: list(part.parameters()))  # noqa: B023
     return losses, run(config, 4, rank=0).losses
 
 
