@@ -206,8 +206,7 @@ def measure(config: dict[str, Any]) -> Measured:
 
 
 def measure_state(config: dict[str, Any]) -> Measured:
-    """Body of a rank, as `measure`, for `arena`, `kept` and `numels` alone: without the meter, and
-    without what comes after the steps."""
+    """As `measure`, for `arena`, `kept` and `numels` alone: no meter, and nothing after steps."""
     gc.collect()
     found = Measured()
     with patch.object(probe, "SAMPLE_NUMEL", 1 << 10), in_proportion():
@@ -221,14 +220,13 @@ def measure_state(config: dict[str, Any]) -> Measured:
 
 
 def in_proportion() -> AbstractContextManager[Any]:
-    """Context in which the chunks that travel beside a step are as small as a part of the model as
-    in a large one."""
+    """Context in which chunks beside a step are as small a part of the model as in a large one."""
     return patch.object(places, "CHUNK_NUMEL", 1 << 12)
 
 
 def _measure(config: dict[str, Any]) -> Measured:
     accelerator, found = get_accelerator(), Measured()
-    module = Layers().to(torch.bfloat16)
+    module = Layers().to(torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
     meter = HostBytes(module)
     accelerator.synchronize()
     start = accelerator.memory_allocated()
@@ -254,7 +252,7 @@ def _measure(config: dict[str, Any]) -> Measured:
     with meter.counting(), patch.object(ZenFlowZeroOptimizerStage3, "_start_instead", noting):
         engine = make_engine(config, model=lambda: module)
         note(Phase.START)
-        rows = on_device(torch.randn(1, WIDTH).bfloat16())
+        rows = on_device(torch.randn(1, WIDTH).to(module.layers[0].weight.dtype))
         for step in range(STEPS):
             # the first makes the state of later ones
             _step(engine, rows, note if step else (lambda _: note(None)))

@@ -21,7 +21,7 @@ from tests.support import ranks
 
 __all__ = ["FAULTS", "MARK", "PARAMETER", "forked", "left_behind"]
 
-MARK = "DSEXT_TEST_VERIFY"
+MARK = f"DSEXT_TEST_VERIFY_{os.getpid()}"
 """A variable of the ranks and of all that they start."""
 PARAMETER = "up.bias"
 """What a fault is about."""

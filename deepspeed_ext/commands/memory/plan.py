@@ -151,8 +151,7 @@ class Zero:
         weights = 0 if self.lifts else w * n * (self.ranks if self.is_whole else 1)
         keeps = not self.is_whole and not setup.offload and not self.leaves
         buffers = w * (setup.offload * self.largest if self.is_whole else sum(setup.buckets))
-        masters = self.on_gpu and (self.is_whole or w != 4)  # at stage 3 fp32 weights are masters
-        return weights, keeps * self.s * n, buffers, masters * 4 * n
+        return weights, keeps * self.s * n, buffers, self.on_gpu * 4 * n
 
     def _of_gpu(self) -> Mapping[Phase, Moments]:
         setup, w, s, most, whole = self.setup, self.w, self.s, self.most, self.is_whole

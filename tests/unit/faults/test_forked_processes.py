@@ -21,6 +21,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 
+import deepspeed_ext
 from deepspeed_ext.errors import DeepSpeedExtError, StateError
 from deepspeed_ext.runtime.process import OwnProcess
 from tests.support.models import batches, two_groups
@@ -60,6 +61,7 @@ CALLS: dict[str, Callable[[Any, str], object]] = {
     "optimizer.step": lambda engine, folder: engine.optimizer.step(),
     "optimizer.state_dict": lambda engine, folder: engine.optimizer.state_dict(),
     "exact_weights": lambda engine, folder: engine.optimizer.exact_weights().__enter__(),
+    "weight_parts": lambda engine, folder: list(deepspeed_ext.weight_parts(engine)),
     "drain": lambda engine, folder: engine.optimizer.host_optimizer.state.drain(),
     "finish": lambda engine, folder: getattr(engine.checkpoint_engine, "finish", str)(),
 }

@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.rules.selective import SelectiveRule
+from tests.support.log import heard
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, offload_config, train, zenflow_config
@@ -40,13 +41,15 @@ def save_here_load_there(here: dict, there: dict, folder: str, steps: int) -> di
     engine.save_checkpoint(folder, tag="t")
     engine.destroy()
     engine = make_engine(there, groups=two_groups, extended="zenflow" in there["zero_optimization"])
-    engine.load_checkpoint(folder, tag="t")
+    with heard("the checkpoint's moments") as told:
+        engine.load_checkpoint(folder, tag="t")
     loaded = masters_of(engine)
     adam = getattr(engine.optimizer, "host_optimizer", None)
     updates = adam.state.updates if adam else steps
     losses = train(engine, batches(10, rank))
     engine.destroy()
-    return {"saved": saved, "hot": hot, "loaded": loaded, "updates": updates, "losses": losses}
+    found = {"saved": saved, "hot": hot, "loaded": loaded, "updates": updates, "losses": losses}
+    return found | {"told": [text for _, text in told]}
 
 
 RULES = {
@@ -88,3 +91,20 @@ def test_other_settings_go_on_from_the_exact_state(
         assert moved[~hot].float().mean() > 0.9 if applied else not moved.any()
         assert (saved - loaded).abs().max() < 3e-2  # a step of 1e-2
     assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "says"),
+    [
+        ("int8", {"state_dtype": "int8"}, []),
+        ("int8", {"state_dtype": "int8", "block_size": 64}, ["they are rounded once more"]),
+        ("float32", {"state_dtype": "bfloat16"}, ["they are rounded to it"]),
+        ("bfloat16", {"state_dtype": "float32"}, ["they are converted, which changes no value"]),
+    ],
+)
+def test_a_load_says_how_it_converts_moments(
+    here: str, there: dict[str, Any], says: list[str], tmp_path: Path
+) -> None:
+    configs = [zenflow_config(2, **fields) for fields in ({"state_dtype": here}, there)]
+    (found,) = run_ranks(1, save_here_load_there, *configs, str(tmp_path), 3)
+    assert [text.rpartition(": ")[2] for text in found["told"]] == says

@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
+from tests.support.log import heard
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resharded import Model, Run, data, everyones, saved_by, state_of
@@ -29,8 +30,10 @@ def rounded(
 
 
 def moments_and_bytes(config: dict[str, Any]) -> tuple[set[torch.dtype], float]:
-    """Dtypes of the moments, and bytes of state in the arena per element."""
-    engine = make_engine(config)
+    """Dtypes of the moments, and bytes of state in the arena per element. DeepSpeed's setting is
+    said to have no effect where it has none."""
+    with heard("bf16_optimizer_states has no effect") as told:
+        engine = make_engine(config)
     train(engine, batches(2, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
     found = {moment.dtype for partition in adam.state.partitions for moment in partition.moments}
@@ -38,6 +41,8 @@ def moments_and_bytes(config: dict[str, Any]) -> tuple[set[torch.dtype], float]:
     arrays = [array.spec for array in adam.link.arena.layout.arrays if array.spec.kind in kinds]
     numel = sum(state.master.numel() for state in adam.state.wholes)
     engine.destroy()
+    is_set = config["bf16"].get("bf16_optimizer_states", False)
+    assert len(told) == (is_set and found == {torch.float32})
     return found, sum(spec.nbytes for spec in arrays) / numel
 
 
