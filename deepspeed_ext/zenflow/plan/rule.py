@@ -165,7 +165,7 @@ class SelectiveSettings(RuleSettings):
         mean = numel * gradient if self.interval > 1 else 0
         kept = {"hot blocks": numbers + hot * _STATE_BYTES, "mean gradient": mean}
         step = self.layout.step_bytes(hot, self.block_size) + hot * (item + gradient)
-        crossing = numbers + hot * item, 2 * FLOAT_BYTES * hot  # m and v at once
+        crossing = numbers + hot * item, FLOAT_BYTES * hot
         return RuleBytes(kept, (numbers, mean), step, crossing)
 
 

@@ -49,7 +49,7 @@ from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PartitionValues
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.rule import Partition, Schedule, StepPlan, UpdateRule
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.definition import step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel, step_in_fp32
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
@@ -130,6 +130,15 @@ class SelectiveSchedule(Schedule):
 def rows_of(flat: torch.Tensor, block_size: int) -> torch.Tensor:
     """View the whole blocks of a flat tensor, 1-D [n], as rows."""
     return flat[: flat.numel() // block_size * block_size].view(-1, block_size)
+
+
+def scores(rows: torch.Tensor) -> torch.Tensor:
+    """Sums of the magnitudes of rows [k, block_size], fp32 [k]."""
+    if rows.device.type != "cpu":
+        return torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float32)
+    # there, norms of short rows take ten times as long
+    parts = rows.split(chunk_numel(rows.device, rows.shape[1]) // rows.shape[1])
+    return torch.cat([part.abs().sum(dim=1, dtype=torch.float32) for part in parts])
 
 
 def recorrect(m: torch.Tensor, v: torch.Tensor, before: AdamStep, after: AdamStep) -> None:
@@ -248,11 +257,13 @@ class SelectiveRule(UpdateRule):
         """Step the hot blocks, and add the gradient to the interval's mean."""
         state, before = self.states[partition.index], self.states[partition.index].last
         state.last = step
-        if state.hot is not None:
-            self._step_hot(state.hot, grad, step, partition.weights().dtype)
+        rows = rows_of(grad, self.block_size)
+        if (hot := state.hot) is not None:
+            gradient = rows.index_select(0, hot.ids)
+            rounded = torch.empty_like(gradient, dtype=partition.weights().dtype)  # not used
+            self._kind.step_rows(hot.state.unbind(0), gradient, rounded, step)
         if plan.selects:
-            rows = rows_of(grad, self.block_size)
-            state.scores = torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float32)
+            state.scores = scores(rows)
         if plan.handed_over and not plan.collected:
             return grad
         if state.mean is None:
@@ -261,17 +272,12 @@ class SelectiveRule(UpdateRule):
             state.mean.copy_(grad)
             return None
         count, most = plan.collected + 1, torch.finfo(grad.dtype).max
-        # clamped: fp16 may overflow after a raised loss scale; NaN where the norm was infinite
+        # NaN where the norm was infinite
         state.mean.mul_(plan.collected / count * before.grad_scale / (step.grad_scale or math.nan))
-        state.mean.add_(grad, alpha=1.0 / count).clamp_(-most, most)
+        state.mean.add_(grad, alpha=1.0 / count)
+        if grad.dtype is torch.float16:  # which may overflow after a raised loss scale
+            state.mean.clamp_(-most, most)
         return state.mean if plan.handed_over else None
-
-    def _step_hot(
-        self, hot: HotBlocks, grad: torch.Tensor, step: AdamStep, dtype: torch.dtype
-    ) -> None:
-        gradient = rows_of(grad, self.block_size).index_select(0, hot.ids)
-        rounded = torch.empty_like(gradient, dtype=dtype)  # written with the others' weights
-        self._kind.step_rows(hot.state.unbind(0), gradient, rounded, step)
 
     def step_partition(
         self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, step: AdamStep
@@ -302,10 +308,10 @@ class SelectiveRule(UpdateRule):
     def _select(self, partition: Partition, state: SelectionState) -> None:
         """Choose hot blocks by their scores. Nothing is in flight."""
         assert state.scores is not None, "scored in this step"
-        self._write_back(partition, state)
         self._make_cold(partition, state)
         count = math.ceil(self._settings.topk_ratio * state.scores.numel())
-        hot = self._copied(partition, torch.topk(state.scores, count).indices.sort().values)
+        ids = torch.topk(state.scores, count, sorted=False).indices.sort().values
+        hot = self._copied(partition, ids)
         cold = replace(state.last, step=state.cold_updates)
         recorrect(hot.state[1], hot.state[2], cold, state.last)
         state.hot, state.scores = hot, None
@@ -315,18 +321,15 @@ class SelectiveRule(UpdateRule):
         shape = len(partition.state), len(ids), self.block_size
         state = partition.master.new_empty(shape, device=partition.device)
         for rows, array in zip(state, partition.state, strict=True):  # to need less of the host
-            rows.copy_(rows_of(array, self.block_size)[ids.cpu()])
+            rows.copy_(rows_of(array, self.block_size).index_select(0, ids.cpu()))
         return HotBlocks(ids.to(partition.device), state)
 
     def _make_cold(self, partition: Partition, state: SelectionState) -> None:
-        """Let what the arena holds of the hot blocks be that of cold ones; see Note: [two
-        counts]."""
-        if state.hot is not None and state.last is not None:
-            ids, cold = state.hot.ids.cpu(), replace(state.last, step=state.cold_updates)
-            m, v = (rows_of(array, self.block_size)[ids] for array in partition.moments)
-            recorrect(m, v, state.last, cold)
-            for array, rows in zip(partition.moments, (m, v), strict=True):
-                self._put(array, ids, rows)
+        """Write the hot blocks back as cold ones; see Note: [two counts]."""
+        if (hot := state.hot) is not None:
+            cold = replace(state.last, step=state.cold_updates)
+            recorrect(hot.state[1], hot.state[2], state.last, cold)
+            self._write_back(partition, state)
         state.hot = None
 
     def _write_back(self, partition: Partition, state: SelectionState) -> None:
@@ -357,11 +360,9 @@ class SelectiveRule(UpdateRule):
             if state.hot is not None:
                 state.hot = self._copied(partition, state.hot.ids)
         if self.schedule.state.is_in_flight:
-            unused = [self._kind.step(partition.group, 1, 1.0) for partition in self._partitions]
-            tasks = [
-                WorkerTask(i, self.schedule.handed_over, self._kind.exact(step))
-                for i, step in enumerate(unused)
-            ]
+            slot = self.schedule.handed_over
+            unused = (self._kind.step(each.group, 1, 1.0) for each in self._partitions)
+            tasks = [WorkerTask(i, slot, self._kind.exact(step)) for i, step in enumerate(unused)]
             self._link.depart(tasks, gradients=0)
 
     @torch.no_grad()
@@ -370,11 +371,11 @@ class SelectiveRule(UpdateRule):
     ) -> None:
         assert partitions is None, "no element moves under this rule"
         for partition, state in zip(self._partitions, self.states, strict=True):
-            if counts is None:
+            if counts is not None:
+                state.hot, state.last, state.cold_updates = None, None, counts[partition.index]
+            elif state.hot is not None:
+                state.hot = self._copied(partition, state.hot.ids)  # it may have changed there
                 self._make_cold(partition, state)
-            else:
-                state.cold_updates, state.last = counts[partition.index], None
-            state.hot = None
 
     def recounted(self, partition: Partition, updates: int) -> None:
         state = self.states[partition.index]
