@@ -296,13 +296,13 @@ class Stream:
         return self.chunks.peeked(count) if self._peeks else 0
 
     def _submit(self, chunks: Sequence[tuple[Span, WorkerTask]]) -> None:
-        """Send the tasks of chunks from this thread, in one message as many as have the elements of
-        one chunk. A step's messages then do not grow with its partitions."""
+        """Send the tasks of chunks from this thread: the first alone, for which a forward may wait,
+        then as many in a message as have a chunk's elements: small partitions take few."""
         batch, numel = list[WorkerTask](), 0
         for at, (span, task) in enumerate(chunks, 1):
             batch.append(replace(task, span=span))
             numel += span.numel
-            if at == len(chunks) or numel + chunks[at][0].numel > self._chunk_numel:
+            if at in (1, len(chunks)) or numel + chunks[at][0].numel > self._chunk_numel:
                 number = self._process.submit(batch)
                 self._here |= {(x.partition, x.span.begin): number for x in batch if x.span}
                 batch, numel = [], 0
