@@ -1,11 +1,12 @@
 """Training steps, starts and imports of this commit beside those of another one, in turns.
 
-    python -m studies.beside_commit COMMIT [--rounds 12]
+    python -m studies.beside_commit COMMIT [--rounds 8] [--pairs 7]
 
 COMMIT is exported to a temporary folder, and its library built there. CPU, one rank, 8 layers of
-768 x 768 in bf16, a batch of 4. For steps one process of each commit runs all the time, and they
-take turns of ten steps; starts and imports run in new processes. A row has the medians and, of the
-ratios within the rounds, median and quartiles; below 1 this commit is faster.
+768 x 768 in bf16, a batch of 4. For steps a pair of processes, one of each commit, takes turns of
+ten steps. There are several pairs: where a process's memory lies makes one faster than another of
+the same commit, by 6 % at times. Starts and imports run in new processes. A row has the medians
+and, of the ratios within the rounds, median and quartiles; below 1 this commit is faster.
 """
 
 from __future__ import annotations
@@ -151,6 +152,21 @@ def in_turns(
     return found
 
 
+def steps(sides: tuple[Side, Side], way: str, rounds: int, pairs: int) -> list[tuple[float, float]]:
+    """Seconds of a step of both commits, of all pairs of processes."""
+    found = []
+    for _ in range(pairs):
+        ranks = [side.begin(way) for side in sides]
+        for side, process in zip(sides, ranks, strict=True):
+            side.answer(process)
+            side.turn(process)  # with the warm-up
+        turns = [partial(side.turn, rank) for side, rank in zip(sides, ranks, strict=True)]
+        found += in_turns(rounds, *turns)
+        for process in ranks:
+            process.communicate()
+    return found
+
+
 def row(name: str, pairs: list[tuple[float, float]]) -> str:
     medians = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
     low, middle, high = statistics.quantiles([now / before for before, now in pairs], n=4)
@@ -172,24 +188,17 @@ def exported(commit: str, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=7)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         before, now = Side(exported(arguments.commit, folder), folder), Side(ROOT, folder)
         sys.stdout.write("| | ms before, now | ratio (quartiles) |\n| --- | --- | --- |\n")
         for way in WAYS:
-            ranks = [side.begin(way) for side in (before, now)]
-            for side, process in zip((before, now), ranks, strict=True):
-                side.answer(process)
-                side.turn(process)  # with the warm-up
-            turns = [
-                partial(side.turn, process)
-                for side, process in zip((before, now), ranks, strict=True)
-            ]
-            sys.stdout.write(f"{row(way, in_turns(arguments.rounds, *turns))}\n")
-            for process in ranks:
-                process.communicate()
+            found = steps((before, now), way, arguments.rounds, arguments.pairs)
+            sys.stdout.write(f"{row(way, found)}\n")
+            sys.stdout.flush()
         for way in STARTS:
             both = [partial(side.start, way) for side in (before, now)]
             sys.stdout.write(f"{row(f'start of {way}', in_turns(arguments.rounds, *both))}\n")
