@@ -125,6 +125,9 @@ def test_bad_config_is_one_clear_error_on_every_rank(
             assert part in message
 
 
+USES = "has no effect: this run uses ZeRO stage"
+
+
 def warnings_body(stage: int, zero: dict[str, Any], sums: str | None) -> list[str]:
     config = base_config(stage, torch.bfloat16) | {"data_types": {"grad_accum_dtype": sums}}
     config["zero_optimization"] |= zero
@@ -143,19 +146,10 @@ def warnings_body(stage: int, zero: dict[str, Any], sums: str | None) -> list[st
         (
             2,
             {"stage3_allgather_single_param": True},
-            "stage3_allgather_single_param has no effect: "
-            "this run uses ZeRO stage 2 with ZeroOptimizer",
+            f"stage3_allgather_single_param {USES} 2 with ZeroOptimizer",
         ),
-        (
-            0,
-            {"flatten_tier": "host"},
-            "flatten_tier has no effect: this run uses ZeRO stage 0 with FP16_UnfusedOptimizer",
-        ),
-        (
-            1,
-            {"flatten_tier": "host"},
-            "flatten_tier has no effect: this run uses ZeRO stage 1 with BF16_Optimizer",
-        ),
+        (0, {"flatten_tier": "host"}, f"flatten_tier {USES} 0 with FP16_UnfusedOptimizer"),
+        (1, {"flatten_tier": "host"}, f"flatten_tier {USES} 1 with BF16_Optimizer"),
         (
             2,
             {"core_binding": {"dry_run": True}},
