@@ -38,8 +38,7 @@ other {works} settings of `tests/support/drop_in.py` work.
 |---|---|---|---|
 """
 NOT_SETTINGS = """
-Domino, DeepSpeed's layers whose tensor-parallel communication overlaps, is a module that a model uses and not a
-setting; it concerns the forward and backward pass only. [Expert groups](rules.md#experts) have a test of their own.
+[Expert groups](rules.md#experts) have a test of their own.
 """
 
 

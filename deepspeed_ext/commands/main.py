@@ -53,7 +53,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return bounded(int, least, most, f"a whole number from {least} to {most}")
 
 
-positive = bounded(float, 1e-6, 1e9, "a number above 0, such as 55 or 25.6")
+positive = bounded(float, 1e-6, 1e9, "a number from 1e-6 to 1e9, such as 55")
 """In its argument's unit. Of memory: vendors write GB and mean GiB."""
 
 
