@@ -165,7 +165,7 @@ class CheckpointFolder:
             CheckpointError: the folder does not exist, or has no model file.
         """
         if not os.path.isdir(self.path) or not self._holds_model():
-            raise CheckpointError(f"{self.path} holds no checkpoint: load another one by its tag")
+            raise CheckpointError(f"{self.path} holds no whole checkpoint: load another by its tag")
 
     def aside(self, path: str) -> str:
         """Path to which a file of this checkpoint is written."""

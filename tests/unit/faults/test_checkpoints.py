@@ -238,5 +238,5 @@ def test_a_tag_under_which_nothing_was_saved(tmp_path: Path) -> None:
     for messages, losses, undisturbed in run_ranks(
         2, load_and_train_on, zenflow_config(2), str(tmp_path)
     ):
-        assert ["holds no checkpoint" in message for message in messages] == [True] * 5, messages
+        assert ["no whole checkpoint" in message for message in messages] == [True] * 5, messages
         assert losses == undisturbed
