@@ -136,7 +136,7 @@ def scores(rows: torch.Tensor) -> torch.Tensor:
     """Sums of the magnitudes of rows [k, block_size], fp32 [k]."""
     if rows.device.type != "cpu":
         return torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float32)
-    # there, norms of short rows take ten times as long
+    # on the CPU, norms of short rows take ten times as long
     parts = rows.split(chunk_numel(rows.device, rows.shape[1]) // rows.shape[1])
     return torch.cat([part.abs().sum(dim=1, dtype=torch.float32) for part in parts])
 
