@@ -29,7 +29,6 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Options of every kernel. A fused multiply-add would round once, unlike the definition."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
-_NATIVE_CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 _NUMEL_PER_THREAD = 1 << 16
 """With fewer elements per thread, another thread of the host costs more than it saves."""
 _LARGEST_BLOCK = 256
@@ -134,7 +133,9 @@ def predict(
     if serves(block_size, *arrays, inverse):
         _run("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = predict_on_host if serves_on_host(*arrays, inverse) else definition.predict
+    on_host = {each.device.type for each in (*arrays, inverse)} == {"cpu"}
+    serves_it = on_host and weights.dtype is published.dtype and _library() is not None
+    run = predict_on_host if serves_it else definition.predict
     run(*arrays, inverse, *numbers, block_size)
 
 
@@ -153,22 +154,6 @@ def _library() -> ctypes.CDLL | None:
     return None if path is None else open_library(path)
 
 
-def serves_on_host(
-    weights: torch.Tensor, published: torch.Tensor, grad: torch.Tensor, inverse: torch.Tensor
-) -> bool:
-    """Whether the native library can run on these arrays."""
-    arrays = weights, published, grad, inverse
-    return (
-        all(
-            a.device.type == "cpu" and a.is_contiguous() and a.dtype in _NATIVE_CODES
-            for a in arrays
-        )
-        and inverse.dtype is torch.float32
-        and weights.dtype is published.dtype
-        and _library() is not None
-    )
-
-
 def predict_on_host(
     weights: torch.Tensor,
     published: torch.Tensor,
@@ -178,16 +163,18 @@ def predict_on_host(
     coefficient: float,
     block_size: int,
 ) -> None:
-    """`predict` by the native library; `serves_on_host` must be true for the arrays."""
-    library, numel = _library(), grad.numel()
+    """`predict` by the native library, which there must be, of arrays on the host."""
+    library = _library()
     assert library is not None
+    w, y, g, of_blocks = map(definition.as_array, (weights, published, grad, inverse))
     # C++ checks no bounds
-    assert weights.numel() == published.numel() == numel
-    assert inverse.numel() * block_size >= numel
-    threads = min(torch.get_num_threads(), max(1, numel // _NUMEL_PER_THREAD))
+    assert w[1:] == y[1:] == (y.dtype, g.numel)
+    assert of_blocks.dtype == "float32"
+    assert of_blocks.numel * block_size >= g.numel
+    threads = min(torch.get_num_threads(), max(1, g.numel // _NUMEL_PER_THREAD))
     estimate = _Estimate(
-        *(array.data_ptr() for array in (weights, published, grad, inverse)),
-        *(numel, block_size, _NATIVE_CODES[weights.dtype], _NATIVE_CODES[grad.dtype], threads),
+        *(each.address for each in (w, y, g, of_blocks)),
+        *(g.numel, block_size, DTYPE_CODES[w.dtype], DTYPE_CODES[g.dtype], threads),
         *(grad_scale, coefficient, definition.CLAMP),
     )
     library.dsext_predict(ctypes.byref(estimate))

@@ -48,9 +48,11 @@ from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.rule import Partition, Schedule, StepPlan, UpdateRule
+from deepspeed_ext.zenflow.worker.kernel import load_kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel, step_in_fp32
-from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.definition import as_array, chunk_numel, step_in_fp32
+from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel.passes import Pass, StateLayout
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 
@@ -211,8 +213,8 @@ class SelectionState:
     Attributes:
         hot: None before the first selection.
         mean: mean of the interval's gradients so far, 1-D [n], in the dtype and place of gradients
-            and in the units of the newest one; None before the first.
-        last: constants of the newest step, whose number hot blocks count; None before the first.
+            and in units of `last`; None before the first.
+        last: the newest step, whose number hot blocks count, with the mean's factor; None: no step.
         cold_updates: updates of the cold blocks.
         scores: during a step that selects, the score of each block, 1-D fp32 [n // block_size].
     """
@@ -247,6 +249,7 @@ class SelectiveRule(UpdateRule):
         super().__init__(plan, SelectiveSchedule(settings, plan.source), partitions, link, kind)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
+        self._host = load_kernel(library_path(), torch.get_num_threads())
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -261,7 +264,12 @@ class SelectiveRule(UpdateRule):
         if (hot := state.hot) is not None:
             gradient = rows.index_select(0, hot.ids)
             rounded = torch.empty_like(gradient, dtype=partition.weights().dtype)  # not used
-            self._kind.step_rows(hot.state.unbind(0), gradient, rounded, step)
+            if gradient.device.type == "cpu":
+                p, m, v, g, y = map(as_array, (*hot.state.unbind(0), gradient, rounded))
+                work = Pass(self._kind.layout, (p, m, v), y, self.block_size, g)
+                self._host.run(work, self._kind.exact(step), step)
+            else:
+                self._kind.step_rows(hot.state.unbind(0), gradient, rounded, step)
         if plan.selects:
             state.scores = scores(rows)
         if plan.handed_over and not plan.collected:
@@ -271,12 +279,10 @@ class SelectiveRule(UpdateRule):
         if not plan.collected:
             state.mean.copy_(grad)
             return None
-        count, most = plan.collected + 1, torch.finfo(grad.dtype).max
-        # NaN where the norm was infinite
-        state.mean.mul_(plan.collected / count * before.grad_scale / (step.grad_scale or math.nan))
-        state.mean.add_(grad, alpha=1.0 / count)
-        if grad.dtype is torch.float16:  # which may overflow after a raised loss scale
-            state.mean.clamp_(-most, most)
+        # between the two, so it cannot overflow; factors are 0 where the norm was infinite
+        total = plan.collected * before.grad_scale + step.grad_scale
+        state.mean.lerp_(grad, step.grad_scale / total if total else 1.0)
+        state.last = replace(step, grad_scale=total / (plan.collected + 1))
         return state.mean if plan.handed_over else None
 
     def step_partition(
@@ -339,8 +345,7 @@ class SelectiveRule(UpdateRule):
 
     def _put(self, flat: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Write blocks of a flat tensor, 1-D [n], of any dtype and on any device."""
-        rows, ids = rows.to(flat.device, flat.dtype), ids.to(flat.device)
-        rows_of(flat, self.block_size).index_copy_(0, ids, rows)
+        rows_of(flat, self.block_size).index_copy_(0, ids.to(flat.device), rows.to(flat))
 
     # -- state -------------------------------------------------------------------------------------
 

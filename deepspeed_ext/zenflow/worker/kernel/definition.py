@@ -328,6 +328,12 @@ def as_tensor(array: Array) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=getattr(torch, array.dtype), count=array.numel)
 
 
+def as_array(tensor: torch.Tensor) -> Array:
+    """The memory of a contiguous CPU tensor, which must outlive the array."""
+    assert (tensor.device.type, tensor.is_contiguous()) == ("cpu", True)
+    return Array(tensor.data_ptr(), dtype_name(tensor.dtype), tensor.numel())
+
+
 class ReferenceKernel(Kernel):
     """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
 
