@@ -229,6 +229,8 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
     config = read_json(path)
     section, optimizer = section_of(config, "zero_optimization"), section_of(config, "optimizer")
     zero = ZeroConfig(**section)
+    if (stage := section.get("stage", 0)) == "auto" or int(zero.stage) == 0:
+        raise ConfigError(f"zero_optimization.stage is {stage}: plan --memory needs 1, 2 or 3")
     require_supported(zero)
     bf16 = section_of(config, "bf16") or section_of(config, "bfloat16")
     fp16 = section_of(config, "fp16")
@@ -268,7 +270,6 @@ def _require_known(zero: Any, section: Mapping[str, Any], precision: Mapping[str
     offload, param, ratio = zero.offload_optimizer, zero.offload_param, zero.host_ratio
     quantized = [name for name, value in section.items() if "quantized" in name and value is True]
     unknown = {
-        "stage 0, DeepSpeed's default": int(zero.stage) == 0,
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
         "contiguous_gradients: false": section.get("contiguous_gradients") is False,

@@ -150,8 +150,7 @@ class _Estimate(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    path = library_path()
-    return None if path is None else open_library(path)
+    return open_library(path) if (path := library_path()) is not None else None
 
 
 def predict_on_host(

@@ -121,7 +121,8 @@ def test_bad_input_is_status_2_and_one_line(
 CONFIGS: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({"zero_optimization": 3}, "expected an object"),
-    ({"zero_optimization": {"stage": 0}}, "stage 0"),
+    ({"zero_optimization": {"stage": 0}}, "stage is 0"),
+    ({"zero_optimization": {"stage": "auto", "zenflow": {}}}, "stage is auto"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme"),
     ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, "contiguous_gradients: false"),
