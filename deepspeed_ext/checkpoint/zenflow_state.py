@@ -268,13 +268,11 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     if saved.rule != (name := host.decided.rule.name):
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {name} now)"
     if saved.block_size != rule.block_size:
-        return (
-            f"the block size of zenflow ({saved.block_size} "
-            f"in the checkpoint, {rule.block_size} now)"
-        )
-    if [each.master.numel() for each in host.state.partitions] != [
-        each.on_host for each in partitions
-    ]:
-        ratio = sum(each.on_host for each in partitions) / max(1, sum(p.numel for p in partitions))
+        return f"zenflow.block_size ({saved.block_size} in the checkpoint, {rule.block_size} now)"
+    if getattr(saved.schedule, "is_ahead", False) and not host.decided.rule.overlapped:
+        return "zenflow.update_rule or overlap_step (weights are predicted in the checkpoint)"
+    on_host = [each.on_host for each in partitions]
+    if [each.master.numel() for each in host.state.partitions] != on_host:
+        ratio = sum(on_host) / max(1, sum(each.numel for each in partitions))
         return f"offload_optimizer.ratio ({ratio:.4g} in the checkpoint)"
     return "zenflow.update_interval (above 1 in the checkpoint)" if saved.has_collected else None

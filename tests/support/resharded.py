@@ -41,6 +41,7 @@ ZERO_FIELDS = {
 """Settings of the section ``zero_optimization``, by name; none is DeepSpeed's default."""
 
 
+WAYS = RULES | {"exact": {"update_rule": "exact"}}
 ROUNDED = {"rounded": "bfloat16", "coded": "int8"}
 """Values of `zenflow.state_dtype`, by name of a run's setting."""
 
@@ -60,17 +61,14 @@ class Run(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        config = zenflow_config(self.stage, self.dtype, **RULES.get(self.way, {}))
-        if self.way not in RULES:
+        config = zenflow_config(self.stage, self.dtype, **WAYS.get(self.way, {}))
+        if self.way not in WAYS:
             config = offload_config(config)
             if self.way == "zero":
                 del config["zero_optimization"]["offload_optimizer"]
         if self.setting == "uncorrected":  # whose first updates are several times as large
-            config["optimizer"]["params"] = {
-                "lr": 3e-4,
-                "weight_decay": 0.1,
-                "bias_correction": False,
-            }
+            params = {"lr": 3e-4, "weight_decay": 0.1, "bias_correction": False}
+            config["optimizer"]["params"] = params
         if self.setting == "lion":
             config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
             config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)

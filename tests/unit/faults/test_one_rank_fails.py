@@ -123,8 +123,8 @@ CANNOT_BE_AGREED_ON = {
     ),
     "waits; only an error of the device fails there, and ends the rank anyway": (
         *(f"adapter/engine_construction.py:{n}" for n in ("WeakEngine", "stream_timer", "held_")),
-        "adapter/zero_partitions.py:ZeroPartitions.order_gathers",
-        "adapter/zero_partitions.py:SubGroupPartitions.order_gathers",
+        *(f"adapter/zero_partitions.py:{n}Partitions.order_gathers" for n in ("Zero", "SubGroup")),
+        "adapter/upstream.py:gather_stream",
     ),
     "only assigns values, unless a save was interrupted": (
         "zenflow/transfers/stream.py:Stream.expect",
