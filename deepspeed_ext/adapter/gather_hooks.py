@@ -45,7 +45,7 @@ from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
 UNGROUPED_MIN_NUMEL = 262144
-"""Without grouped launches, smaller parameters share a bucket. Measured: docs/results.md."""
+"""Without grouped launches, smaller parameters share a bucket. Measured: docs/results/gather.md."""
 
 
 @dataclass

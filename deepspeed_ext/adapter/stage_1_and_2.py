@@ -185,8 +185,8 @@ class ZenFlowZeroOptimizer(StepsInProcess, ZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
-        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed
-        treats nothing as offloaded."""
+        """Start the worker instead of allocating host gradients and moments. Afterwards
+        `cpu_offload` says whether backward sends gradients."""
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         with in_profile("startup.optimizer_process"), self._direct_buffers.resting():

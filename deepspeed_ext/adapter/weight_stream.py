@@ -1,8 +1,8 @@
 """Streams a model's exact weights from host memory, under the names of its state dict.
 
 Each rank has p of its partitions in host memory. Bucket by bucket, the ranks round their elements
-and exchange them in a group for host tensors. The accelerator is not used, so it may serve an
-inference engine meanwhile.
+and exchange them in a group for host tensors. Of the accelerator only a share is read, so it
+may serve an inference engine meanwhile.
 """
 
 from __future__ import annotations

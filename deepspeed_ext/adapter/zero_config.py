@@ -39,7 +39,7 @@ class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
 
     @model_validator(mode="after")
     def validate_fields(self) -> Self:
-        """Skip DeepSpeed's check: our types cover it, and it rejects the interval "measured"."""
+        """Skip DeepSpeed's check: our types cover it, and it rejects fields that are None."""
         return self
 
 

@@ -102,7 +102,7 @@ class ZenFlowConfig(ConfigSection):
 
     update_interval: Interval | None = None
     """``selective``: optimizer steps whose mean gradient makes one step of the cold blocks. Not
-    given: 4. Other rules step with every gradient. Never changes
+    given: 4, or a smaller ``select_interval``. Other rules step with every gradient. Never changes
     ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
@@ -136,7 +136,7 @@ class ZenFlowConfig(ConfigSection):
     gradients_on_host: bool | None = None
     """Copy gradients to the host during backward, so that a rank's partition has only its weights
     on the accelerator; the host then computes new weights, which go up, at stage 3 during the next
-    forward. Stages 2 and 3, with the whole optimizer on the host. Takes 2 bytes
+    forward. Stages 2 and 3, with the whole optimizer on the host. Takes up to 4 bytes
     of host memory per parameter. Not given: true if gradients would take more than half of the
     memory that the weights leave free on any accelerator. No effect if the accelerator is the CPU,
     or with ``offload_param``, whose gradients are on the host anyway."""

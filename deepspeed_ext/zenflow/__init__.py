@@ -20,11 +20,11 @@ gradient g     see below, [n]   arena "g"       reduced gradient of one optimize
                                                 gradient ring: trainer -> worker
 factor   c     float            command         unscale and clip factor of that gradient:
                                                 trainer -> worker
-published y    model's or fp32  arena "y", in   p after the update. For a prediction, p
-               [n]              place of the    extrapolated to the point where the estimate
+published y    model's, [n]     arena "y", in   p after the update. For a prediction, p
+                                place of the    extrapolated to the point where the estimate
                                 newest g        starts: worker -> trainer
-per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array
-                                                (below)
+per block      [ceil(n / b)]    arena           one entry per block; each optimizer has its own
+                                                array (below)
 =============  ===============  ==============  ================================================
 
 Gradients reach their slot in their step or, with ``gradients_on_host`` or weights on the host

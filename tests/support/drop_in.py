@@ -192,7 +192,7 @@ ROWS = (
         (1, 2),
         "compute_grad_norm",
     ),
-    _zero("load_from_fp32_weights", False, WORKS, "p is always loaded", stages=(1, 2)),
+    _zero("load_from_fp32_weights", False, WORKS, "[which p?](resuming.md)", stages=(1, 2)),
     _zero(
         "elastic_checkpoint",
         True,
@@ -293,7 +293,7 @@ ROWS = (
         "ratio",
         0.5,
         WORKS,
-        "that share of every partition, at every stage",
+        "that share of every partition; ignored if selective",
         (3,),
         optimizer="DeepSpeedCPUAdam",
     ),

@@ -1,6 +1,6 @@
 """The Triton kernels. Only this module imports Triton.
 
-Each gives bitwise the results of its namesake in `definition`: products and sums are rounded one by
+Each gives bitwise the results of its fallback in `launch`: products and sums are rounded one by
 one (no fused multiply-add), division and square root are correctly rounded, and a 16-bit result is
 rounded once, when it is stored: estimates at random, others to the nearest value.
 

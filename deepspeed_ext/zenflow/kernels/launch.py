@@ -207,7 +207,7 @@ def adam_step(
 def prepare(
     device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool
 ) -> None:
-    """Compile a run's kernels while its engine is built, so that no step has to. If one does not
+    """Compile the kernels of a plan as it begins, before a step needs them. If one does not
     compile, this process uses torch operations for everything.
 
     Args:

@@ -39,7 +39,7 @@ class Memory(enum.Enum):
     PAGE_LOCKED = "host, page-locked"
     """It cannot be swapped, and the accelerator reaches it directly."""
     ARENA = "host, arena"
-    """Shared by a rank and its optimizer process, in /dev/shm."""
+    """A memfd that a rank and its optimizer process share."""
     LOCKED_ARENA = "host, arena, page-locked"
 
     @property
@@ -112,7 +112,7 @@ def passing(most: int, chunks: int = 1) -> Part:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank with this plan holds because of ZenFlow: a `phases.Holder`."""
+    """What a rank with this plan holds because of ZenFlow: a `Holder`."""
 
     plan: ZenFlowPlan
 

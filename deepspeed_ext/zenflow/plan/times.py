@@ -32,7 +32,7 @@ A run that measures begins with everything on the host. Its synchronous steps sh
 time without a pass beside it, and how many threads the pass likes; the overlapped ones after them
 how long pass and copies take, and by how much they delay the accelerator (`ChainTimes`). From that
 follows the largest share that the host can step unnoticed (`chosen_share`). Everything is measured
-and chosen once; `zenflow.first_steps` does so at run time.
+and chosen once; `step.first_steps` does so at run time.
 
 A share can move because the host's arrays may begin behind elements that are not theirs
 (`ArraySpec.before`): the rest keeps its place in the arena.

@@ -108,7 +108,7 @@ class Sample:
         partition, step, blocks: the arguments.
         newest: the gradient's elements, 1-D [k], host; their copy from the accelerator is complete
             when the worker's result has arrived.
-        state: p and the moments, 1-D fp32 [k].
+        state: p and the moments, 1-D [k], not as codes.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class WorkerThreads:
     """Where and how a worker runs.
 
     Attributes:
-        placement: its cores and memory node; None: inherited.
+        placement: its cores; None: inherited.
         count: its threads.
         timeout_seconds: longest time without progress before it counts as failed.
     """

@@ -34,7 +34,7 @@ class WholeState:
 
     Attributes:
         group: index of its parameter group.
-        weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator.
+        weights: returns its weights, 1-D [n], in the model's dtype.
         master: p in the arena, 1-D fp32 [n]; a leaf that requires a gradient. Elements that step on
             the accelerator are in it only while they are shown (see `Heads`).
         moments: likewise m and v, or m alone, by their names in the optimizer's state. For codes,
@@ -60,8 +60,8 @@ class Partition:
     Attributes:
         index: number of the partition.
         group: index of its parameter group.
-        weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are
-            written in place.
+        weights: returns its weights, 1-D [n], in the model's dtype, which are written in
+            place.
         master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while
             an update is in flight.
         scales: scales of m and v, if they are codes, uint8 [ceil(n / block_size)].
@@ -235,8 +235,8 @@ class UpdateRule:
         arrived.
 
         Args:
-            grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
-                clipped.
+            grad: 1-D [n], in the dtype of its slot, on the partition's device; neither unscaled
+                nor clipped.
             step: its constants, from `OptimizerKind.step`.
         """
         raise NotImplementedError

@@ -452,8 +452,8 @@ class StateStore:
     # -- around a step -----------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin a step, which starts from what users have changed. From now on codes are the state
-        again. Errors are kept for the next wait of all ranks."""
+        """Begin a step, which starts from what users have changed. Errors are kept for the next
+        wait of all ranks."""
         with self.link.deferring_errors():
             self._take_over(self.checked)
         self.version += 1

@@ -1,2 +1,2 @@
 """The optimizer process: shared memory, messages and both ends of the connection. The worker's end
-imports no torch."""
+imports torch only without the native kernel."""

@@ -140,8 +140,7 @@ class Ready:
 
     kernel: str
     warning: str | None
-    """Why its placement was not applied in full, or which memory is on another node; None: all is
-    well."""
+    """Why its placement was not applied in full; None: it was."""
 
 
 @dataclass(frozen=True)

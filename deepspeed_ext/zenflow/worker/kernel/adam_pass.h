@@ -21,7 +21,7 @@ void by_definition(const AdamPass &a, int64_t first, int64_t last);
 
 namespace {
 
-// The moments of one element in memory: how they are rounded (rounding.py), loaded and stored. `keyed` is its number plus
+// The moments of one element in memory: how they are rounded (passes.py), loaded and stored. `keyed` is its number plus
 // the hash of the step's; of the hash of both the lower 16 bits are for m, the upper 16 for v.
 template <Dtype D>
 struct Moment;
@@ -112,7 +112,7 @@ INLINE void end_tile(const AdamPass &a, int64_t first, int64_t last, const Momen
     }
 }
 
-// The codes of 8-bit moments (rounding.py).
+// The codes of 8-bit moments (passes.py).
 namespace codes {
 
 constexpr int64_t kMostBlock = 256;  // elements with one scale

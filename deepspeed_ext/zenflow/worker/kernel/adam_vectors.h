@@ -34,7 +34,7 @@ INLINE_VECTORS void advance_moments(const Step &s, Floats gradient, Floats p, Fl
     v = fused(v, s.beta2, product(product(s.beta2_complement, g), g));
 }
 
-// The rest of the step from the root of v; returns as `update` (passes.h).
+// The rest of the step from the root of v; returns as `update` (adam_pass.h).
 INLINE_VECTORS Floats update(const Step &s, Floats &p, Floats m, Floats root_of_v) {
     const Floats inverse = quotient(all(1.0f), fused(root_of_v, s.bias2_inverse, s.eps));
     p = fused_less(p, s.decay, product(s.step_size, product(m, inverse)));
@@ -52,7 +52,7 @@ INLINE_VECTORS Run extrapolated(const Extrapolation &e, const Run &p, const Run 
             fused_less(e.p_factor, p.high, product(product(e.m_factor, m.high), inverse.high))};
 }
 
-// The random numbers below 2^16 of 16 elements (rounding.py), from `keyed`: their numbers in the
+// The random numbers below 2^16 of 16 elements (passes.py), from `keyed`: their numbers in the
 // partition plus the hash of the step's.
 struct Random {
     Words of_m, of_v;
@@ -70,7 +70,7 @@ struct Random {
     }
 };
 
-// The partial sums of `sum` (adam_pass.h) for each run of a tile, without its last three additions.
+// The partial sums of `sum` (passes.h) for each run of a tile, without its last three additions.
 using Sums = Floats[2 * kTileNumel / kRun];
 
 // Finishes the sums, four at a time (as many instructions as one), and stores block means, if they are read.

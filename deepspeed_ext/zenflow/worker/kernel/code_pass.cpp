@@ -1,5 +1,5 @@
 // Runs the worker's pass with 8-bit moments, and decodes them (formulas: adam_pass.py; codes:
-// rounding.py).
+// passes.py).
 
 #include "adam_pass.h"
 

@@ -1,4 +1,4 @@
-// Runs Adam's pass in AVX-512 with 8-bit moments (formulas: adam_pass.py; codes: rounding.py).
+// Runs Adam's pass in AVX-512 with 8-bit moments (formulas: adam_pass.py; codes: passes.py).
 
 #include <type_traits>
 
@@ -127,7 +127,7 @@ INLINE_VECTORS bool find_scales(int64_t blocks, Coded &t) {
 // A whole number: the code without sign of a magnitude x, of which `scaled` is x / scale.
 //
 // Note: [one guess for a code] With s the root of `scaled`, F its whole part and U the random
-// fraction, the code is F, or F + 1 if s^2 > F^2 + U (2 F + 1) (rounding.py). The whole number that
+// fraction, the code is F, or F + 1 if s^2 > F^2 + U (2 F + 1) (passes.py). The whole number that
 // is nearest to s - U is the code or one less: if the code is F, then F - 1 < s - U <= F + 1/4, and
 // if it is F + 1, then F < s - U < F + 1. So an estimate of s with 14 bits, off by less than 1/64,
 // does. And the definition's test, with the guess for F, says which of the two it is: below F it is

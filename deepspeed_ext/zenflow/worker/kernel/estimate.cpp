@@ -1,4 +1,4 @@
-// Computes the estimate of weights on a CPU that is the accelerator, in one pass (formulas: kernels/definition.py).
+// Computes the estimate of weights on the host, in one pass (formulas: definition.py).
 // Results equal those of torch's operations bitwise.
 
 // Every product and sum is rounded on its own, as torch's operations do. A fused multiply-add would round once.
@@ -22,7 +22,7 @@ struct Estimate {
 
 namespace {
 
-// x rounded to W at random, by a hash of its own bits (kernels/definition.py).
+// x rounded to W at random, by a hash of its own bits (definition.py).
 template <Dtype W>
 INLINE typename Element<W>::type dithered(float x) {
     if constexpr (W == kFloat32) return x;

@@ -33,7 +33,7 @@ struct Pass {
     int64_t numel, block_size;
     int32_t grad_dtype, published_dtype, moment_dtype, steps, peeks, threads;
     int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
-    uint32_t first;   // number of the first element in its partition, plus the hash of the step's (rounding.py)
+    uint32_t first;   // number of the first element in its partition, plus the hash of the step's (passes.py)
 };
 
 namespace {

@@ -3,7 +3,7 @@
 // Only this file has intrinsics. Code that uses it is compiled for AVX-512 function by function
 // (VECTORS), and runs only if the CPU is `capable`, so the library loads on every x86-64. For other
 // CPUs DSEXT_VECTORS is not defined. Products and sums are fused where gcc fuses the definition's
-// (passes.h) for a CPU with FMA, so results are bitwise the same.
+// (adam_pass.h) for a CPU with FMA, so results are bitwise the same.
 
 #pragma once
 
