@@ -326,7 +326,7 @@ class LateWeights:
 
     def choose_prefetches(self) -> None:
         """Turn prefetches off while weights are in flight; called after each step and gather."""
-        self._prefetches(not self._host.link.stream.are_awaited)
+        self._prefetches(not self._host.link.stream.awaits())
 
 
 def complete_weights_of(params: Iterable[Any]) -> None:

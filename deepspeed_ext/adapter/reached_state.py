@@ -205,7 +205,7 @@ class ExactWeights:
         """Sample the weights that a step or a load leaves; see Note: [weights of a script]."""
         if self._host.decided.rule.overlapped:
             with self._host.link.deferring_errors():
-                self._left = None if self._host.link.stream.are_awaited else self._sample()
+                self._left = None if self._host.link.stream.awaits() else self._sample()
 
     def _are_a_scripts(self) -> bool:
         """Whether any rank has weights of a script. A collective."""

@@ -159,6 +159,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
     """This rank's state, with the weights if nothing else in the checkpoint holds them. Call
     `StateStore.drain` first. The tensors are the run's own, which the next step or load changes."""
     layout = host.kind.layout
+    every = host.state.partitions, host.state.wholes, host.state.counts, host.rule.saved()
     return {
         "version": _VERSION,
         "rule": host.decided.rule.name,
@@ -177,13 +178,7 @@ def state_of(host: HostOptimizer, weights: Sequence[torch.Tensor] | None = None)
                 **({} if count == host.state.updates else {"updates": count}),
                 **saved,
             }
-            for partition, state, count, saved in zip(
-                host.state.partitions,
-                host.state.wholes,
-                host.state.counts,
-                host.rule.saved(),
-                strict=True,
-            )
+            for partition, state, count, saved in zip(*every, strict=True)
         ],
     }
 
@@ -229,16 +224,13 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         for state, values in zip(host.state.wholes, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, layout=saved.layout)
         host.state.replaced(saved.counts)
-        logger.warning(
-            f"{where}: {changed} differs from the checkpoint; "
-            "training continues from the exact weights"
-        )
+        how = "training continues from the exact weights"
+        logger.warning(f"{where}: {changed} differs from the checkpoint; {how}")
         return False
     if saved.kernel != (kernel := host.link.process.ready.kernel):
         logger.warning(
-            f"{where}: the optimizer process uses the {kernel} kernel, "
-            f"the checkpoint the {saved.kernel} kernel. "
-            "The run equals an uninterrupted one up to rounding, not bitwise"
+            f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the "
+            f"{saved.kernel} kernel. The run equals an uninterrupted one up to rounding"
         )
     host.rule.schedule.load(saved.schedule)
     host.state.counts = saved.counts
@@ -256,23 +248,23 @@ def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
         return f"{there}, this run's are {here} (zenflow.state_dtype): they are {how}"
     block_size = host.rule.block_size
     if saved is not None and here == "int8" and saved.block_size != block_size:
-        saved_in = f"blocks of {saved.block_size} elements"
-        sizes = f"{saved_in}, this run's of {block_size} (zenflow.block_size)"
+        sizes = f"blocks of {saved.block_size}, this run's of {block_size} (zenflow.block_size)"
         return f"{here} with scales of {sizes}: they are rounded once more"
     return None
 
 
 def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     """The changed setting that keeps the run from continuing bitwise."""
-    rule, partitions = host.rule, saved.partitions
     if saved.rule != (name := host.decided.rule.name):
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {name} now)"
-    if saved.block_size != rule.block_size:
-        return f"zenflow.block_size ({saved.block_size} in the checkpoint, {rule.block_size} now)"
-    if getattr(saved.schedule, "is_ahead", False) and not host.decided.rule.overlapped:
-        return "zenflow.update_rule or overlap_step (weights are predicted in the checkpoint)"
-    on_host = [each.on_host for each in partitions]
+    if saved.block_size != (here := host.rule.block_size):
+        return f"zenflow.block_size ({saved.block_size} in the checkpoint, {here} now)"
+    position = asdict(saved.schedule)
+    overlaps = position.get("is_ahead", False) or position.get("is_in_flight", False)
+    if overlaps and not host.decided.rule.overlapped:
+        return "zenflow.update_rule or overlap_step (steps overlapped in the checkpoint)"
+    on_host = [each.on_host for each in saved.partitions]
     if [each.master.numel() for each in host.state.partitions] != on_host:
-        ratio = sum(on_host) / max(1, sum(each.numel for each in partitions))
+        ratio = sum(on_host) / max(1, sum(each.numel for each in saved.partitions))
         return f"offload_optimizer.ratio ({ratio:.4g} in the checkpoint)"
     return "zenflow.update_interval (above 1 in the checkpoint)" if saved.has_collected else None

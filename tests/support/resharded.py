@@ -41,7 +41,8 @@ ZERO_FIELDS = {
 """Settings of the section ``zero_optimization``, by name; none is DeepSpeed's default."""
 
 
-WAYS = RULES | {"exact": {"update_rule": "exact"}}
+WAITING = RULES["selective"] | {"overlap_step": False, "full_warm_up_rounds": 9}
+WAYS = RULES | {"exact": {"update_rule": "exact"}, "waiting": WAITING}
 ROUNDED = {"rounded": "bfloat16", "coded": "int8"}
 """Values of `zenflow.state_dtype`, by name of a run's setting."""
 
@@ -71,7 +72,6 @@ class Run(NamedTuple):
             config["optimizer"]["params"] = params
         if self.setting == "lion":
             config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
-            config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)
         if self.setting in ROUNDED and "zenflow" in config["zero_optimization"]:
             config["zero_optimization"]["zenflow"]["state_dtype"] = ROUNDED[self.setting]
         if self.setting == "sub_groups":

@@ -133,7 +133,7 @@ def predict(
     if serves(block_size, *arrays, inverse):
         _run("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    on_host = {each.device.type for each in (*arrays, inverse)} == {"cpu"}
+    on_host = {(a.device.type, a.is_contiguous()) for a in (*arrays, inverse)} == {("cpu", True)}
     serves_it = on_host and weights.dtype is published.dtype and _library() is not None
     run = predict_on_host if serves_it else definition.predict
     run(*arrays, inverse, *numbers, block_size)

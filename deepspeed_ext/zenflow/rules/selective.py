@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Source, Wait
@@ -48,10 +49,9 @@ from deepspeed_ext.zenflow.plan.rule import SelectiveSettings
 from deepspeed_ext.zenflow.rules.saved import FLOATS, AdamState, PartitionValues, Tensors
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.rule import Partition, Schedule, StepPlan, UpdateRule
-from deepspeed_ext.zenflow.worker.kernel import load_kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.definition import as_array, chunk_numel, step_in_fp32
-from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel, library_path
 from deepspeed_ext.zenflow.worker.kernel.passes import Pass, StateLayout
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
@@ -103,7 +103,7 @@ class SelectiveSchedule(Schedule):
 
     def plan(self) -> SelectivePlan:
         state, settings = self.state, self._settings
-        if state.steps < self.warm_up_steps:
+        if state.steps < self.warm_up_steps and not state.collected:
             selects = state.steps + 1 == self.warm_up_steps
             return SelectivePlan(wait=Wait.STEP, waits_first=False, selects=selects)
         last, every = state.collected + 1 >= settings.interval, settings.select_every_steps
@@ -249,7 +249,9 @@ class SelectiveRule(UpdateRule):
         super().__init__(plan, SelectiveSchedule(settings, plan.source), partitions, link, kind)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
-        self._host = load_kernel(library_path(), torch.get_num_threads())
+        # others have kernels, or compute on the host as they would there
+        library = library_path() if get_accelerator().device_name() == "cpu" else None
+        self._host = None if library is None else NativeKernel(library, torch.get_num_threads())
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class SelectiveRule(UpdateRule):
         if (hot := state.hot) is not None:
             gradient = rows.index_select(0, hot.ids)
             rounded = torch.empty_like(gradient, dtype=partition.weights().dtype)  # not used
-            if gradient.device.type == "cpu":
+            if self._host is not None:
                 p, m, v, g, y = map(as_array, (*hot.state.unbind(0), gradient, rounded))
                 work = Pass(self._kind.layout, (p, m, v), y, self.block_size, g)
                 self._host.run(work, self._kind.exact(step), step)
@@ -274,13 +276,15 @@ class SelectiveRule(UpdateRule):
             state.scores = scores(rows)
         if plan.handed_over and not plan.collected:
             return grad
-        if state.mean is None:
-            state.mean = torch.empty_like(grad)
         if not plan.collected:
-            state.mean.copy_(grad)
+            state.mean = grad.clone() if state.mean is None else state.mean.copy_(grad)
             return None
+        assert state.mean is not None, "of the gradients before"
         # between the two, so it cannot overflow; factors are 0 where the norm was infinite
-        total = plan.collected * before.grad_scale + step.grad_scale
+        known = plan.collected * before.grad_scale
+        if known * step.grad_scale < 0.0:  # `maximize` has changed
+            state.mean, known = state.mean.neg_(), -known
+        total = known + step.grad_scale
         state.mean.lerp_(grad, step.grad_scale / total if total else 1.0)
         state.last = replace(step, grad_scale=total / (plan.collected + 1))
         return state.mean if plan.handed_over else None
@@ -333,8 +337,9 @@ class SelectiveRule(UpdateRule):
     def _make_cold(self, partition: Partition, state: SelectionState) -> None:
         """Write the hot blocks back as cold ones; see Note: [two counts]."""
         if (hot := state.hot) is not None:
-            cold = replace(state.last, step=state.cold_updates)
-            recorrect(hot.state[1], hot.state[2], state.last, cold)
+            if state.last is not None:  # as in checkpoints of earlier releases
+                cold = replace(state.last, step=state.cold_updates)
+                recorrect(hot.state[1], hot.state[2], state.last, cold)
             self._write_back(partition, state)
         state.hot = None
 
@@ -405,6 +410,7 @@ class SelectiveRule(UpdateRule):
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             state.last = saved.last
             state.cold_updates = saved.cold_updates
-            state.mean = None if saved.mean is None else saved.mean.to(partition.device, copy=True)
+            mean, there = saved.mean, (partition.device, partition.grad_dtype)
+            state.mean = None if mean is None else mean.to(*there, copy=True)
             if saved.hot_blocks is not None:
                 state.hot = self._copied(partition, saved.hot_blocks)

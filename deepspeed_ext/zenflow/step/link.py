@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -250,7 +250,9 @@ class WorkerLink:
         self.home.require()
         used = None if parts is None else list(parts)
         if not self.failed:
-            with self.deferring_errors(), self.metrics.waiting.measured():
+            # without a wait no pair of events, which are kept until a step
+            waits = self.metrics.waiting.measured() if self.stream.awaits(used) else nullcontext()
+            with self.deferring_errors(), waits:
                 within = Patience(self.longest_wait_seconds)
                 self.metrics.bytes_up += self.stream.complete(within, used)
         self._lose_if_failed(used)

@@ -460,10 +460,10 @@ class Stream:
 
     # -- weights that the worker gives -------------------------------------------------------------
 
-    @property
-    def are_awaited(self) -> bool:
-        """Whether any weights are on their way."""
-        return bool(self._awaited)
+    def awaits(self, parts: Iterable[tuple[int, Span]] | None = None) -> bool:
+        """Whether any weights, or those of `parts`, are on their way."""
+        keys = self._awaited if parts is None else self.chunks.touched(parts)
+        return any(key in self._awaited for key in keys)
 
     @property
     def are_due(self) -> bool:

@@ -78,7 +78,6 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         assert losses == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.sampled(18)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -99,8 +98,9 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         (Run(2, 3, "predictive", "lion"), Run(3, 1, "predictive", "lion")),
         (Run(2, 1, "offload", "lion"), Run(1, 2, "predictive", "lion")),
         (Run(2, 3, "predictive", "lion"), Run(1, 2, "offload", "lion")),
-        # in one layout, also to a rule that predicts nothing
+        # in one layout, also to steps that do not overlap
         *((Run(2, s, "predictive"), Run(2, s, "exact")) for s in (2, 3)),
+        *((Run(2, s, "selective"), Run(2, s, "waiting")) for s in (1, 2)),
         *((Run(2, s, "predictive", "fp32"), Run(2, s, "offload", "fp32")) for s in (1, 2, 3)),
         *((Run(2, s, "offload", "fp32"), Run(2, s, "predictive", "fp32")) for s in (1, 2, 3)),
     ],

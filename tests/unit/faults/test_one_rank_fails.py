@@ -104,7 +104,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "adapter/upstream.py:announced_builds",  # makes a function
-        "zenflow/transfers/stream.py:Stream.are_",  # whether two dicts are empty
+        *(f"zenflow/transfers/stream.py:Stream.{n}" for n in ("are_due", "awaits")),  # two dicts
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/gather_hooks.py:LateWeights",  # looks parameters up
         "adapter/gather_hooks.py:complete_weights_of",

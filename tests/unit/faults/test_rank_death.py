@@ -118,7 +118,7 @@ PHASES = {
         ("exact",),
         (3,),
         BOTH,
-        when=lambda late: late._host.link.stream.are_awaited,
+        when=lambda late: late._host.link.stream.awaits(),
     ),
     "backward completes weights": Phase(ReachedState, "complete_weights", False, ("exact",)),
     "a save waits for the worker": Phase(StateStore, "drain", saves="waiting"),

@@ -125,7 +125,7 @@ def test_a_use_completes_the_chunks_that_it_touches(run: Run) -> None:
     nbytes += run.stream.complete(ANY, [(0, Span(3, 5)), (1, Span(5, 6))])
     assert run.stream._awaited.keys() == {(1, 0)}
     nbytes += run.stream.complete(ANY)
-    assert not run.stream.are_awaited
+    assert not run.stream.awaits()
     assert nbytes == 4 * sum(NUMELS)
     assert run.weights[1].tolist() == 4 * [3.0] + 2 * [4.0]
 
@@ -156,14 +156,14 @@ def test_lost_weights_count_as_on_their_way_until_they_are_used(run: Run) -> Non
     run.stream.complete(ANY, [(0, Span(0, 4))])
     run.stream.lose([(1, Span(4, 6))])
     assert run.lost() == [4 * [False] + 4 * [True], 6 * [True]]
-    assert run.stream.are_awaited
+    assert run.stream.awaits()
     run.stream.lose([(0, Span(4, 8)), (1, Span(0, 6))])
-    assert not run.stream.are_awaited
+    assert not run.stream.awaits()
     run.weights[1].zero_()
     run.stream.expect([1])
     run.stream.lose()
     assert run.lost() == [4 * [False] + 4 * [True], 6 * [True]]
-    assert not run.stream.are_awaited
+    assert not run.stream.awaits()
 
 
 CHUNK = 8
