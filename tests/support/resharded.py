@@ -34,7 +34,6 @@ ROWS = 12
 ZERO_FIELDS = {
     "round_robin_gradients": True,
     "parameter_alignment": True,
-    "elastic_checkpoint": True,
     "load_from_fp32_weights": False,
     "pipeline_loading_checkpoint": True,
 }

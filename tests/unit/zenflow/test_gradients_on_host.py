@@ -90,7 +90,6 @@ ROOMY = 1 << 40
         ([ROOMY, ROOMY], {}, {}, False),
         ([ROOMY, 1 << 12], {}, {}, True),
         ([1 << 12, 1 << 12], {"gradients_on_host": False}, {}, False),
-        ([1 << 12, 1 << 12], {"hide_transfers": True}, {}, False),
         ([1 << 12, 1 << 12], {}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, False),
         ([ROOMY, ROOMY], {"gradients_on_host": True}, {}, True),
     ],
