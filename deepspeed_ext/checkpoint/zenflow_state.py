@@ -224,13 +224,13 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         for state, values in zip(host.state.wholes, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, layout=saved.layout)
         host.state.replaced(saved.counts)
-        how = "training continues from the exact weights"
-        logger.warning(f"{where}: {changed} differs from the checkpoint; {how}")
+        how = "differs from the checkpoint; training continues from the exact weights"
+        logger.warning(f"{where}: {changed} {how}")
         return False
     if saved.kernel != (kernel := host.link.process.ready.kernel):
         logger.warning(
             f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the "
-            f"{saved.kernel} kernel. The run equals an uninterrupted one up to rounding"
+            f"{saved.kernel} one. The run equals an uninterrupted one up to rounding, not bitwise"
         )
     host.rule.schedule.load(saved.schedule)
     host.state.counts = saved.counts
