@@ -40,7 +40,7 @@ ZERO_FIELDS = {
 """Settings of the section ``zero_optimization``, by name; none is DeepSpeed's default."""
 
 
-WAITING = RULES["selective"] | {"overlap_step": False, "full_warm_up_rounds": 9}
+WAITING = RULES["selective"] | {"overlap_step": False}
 WAYS = RULES | {"exact": {"update_rule": "exact"}, "waiting": WAITING}
 ROUNDED = {"rounded": "bfloat16", "coded": "int8"}
 """Values of `zenflow.state_dtype`, by name of a run's setting."""
@@ -73,6 +73,8 @@ class Run(NamedTuple):
             config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
         if self.setting in ROUNDED and "zenflow" in config["zero_optimization"]:
             config["zero_optimization"]["zenflow"]["state_dtype"] = ROUNDED[self.setting]
+        if self.setting == "fp32_sums":
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
         if self.setting == "sub_groups":
             config["zero_optimization"]["sub_group_size"] = 1000
         if self.setting in ZERO_FIELDS:

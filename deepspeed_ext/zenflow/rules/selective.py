@@ -249,7 +249,7 @@ class SelectiveRule(UpdateRule):
         super().__init__(plan, SelectiveSchedule(settings, plan.source), partitions, link, kind)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
-        # others have kernels, or compute on the host as they would there
+        # only where the CPU is the accelerator: beside a GPU, the host has to give the GPU's bits
         library = library_path() if get_accelerator().device_name() == "cpu" else None
         self._host = None if library is None else NativeKernel(library, torch.get_num_threads())
 
@@ -265,7 +265,7 @@ class SelectiveRule(UpdateRule):
         rows = rows_of(grad, self.block_size)
         if (hot := state.hot) is not None:
             gradient = rows.index_select(0, hot.ids)
-            rounded = torch.empty_like(gradient, dtype=partition.weights().dtype)  # not used
+            rounded = torch.empty_like(gradient, dtype=partition.weights().dtype)  # not read
             if self._host is not None:
                 p, m, v, g, y = map(as_array, (*hot.state.unbind(0), gradient, rounded))
                 work = Pass(self._kind.layout, (p, m, v), y, self.block_size, g)
@@ -280,7 +280,7 @@ class SelectiveRule(UpdateRule):
             state.mean = grad.clone() if state.mean is None else state.mean.copy_(grad)
             return None
         assert state.mean is not None, "of the gradients before"
-        # between the two, so it cannot overflow; factors are 0 where the norm was infinite
+        # A mean of both cannot overflow. A factor is 0 where the norm was infinite.
         known = plan.collected * before.grad_scale
         if known * step.grad_scale < 0.0:  # `maximize` has changed
             state.mean, known = state.mean.neg_(), -known
@@ -337,7 +337,7 @@ class SelectiveRule(UpdateRule):
     def _make_cold(self, partition: Partition, state: SelectionState) -> None:
         """Write the hot blocks back as cold ones; see Note: [two counts]."""
         if (hot := state.hot) is not None:
-            if state.last is not None:  # as in checkpoints of earlier releases
+            if state.last is not None:  # some checkpoints of earlier releases have none
                 cold = replace(state.last, step=state.cold_updates)
                 recorrect(hot.state[1], hot.state[2], state.last, cold)
             self._write_back(partition, state)

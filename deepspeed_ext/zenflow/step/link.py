@@ -250,7 +250,7 @@ class WorkerLink:
         self.home.require()
         used = None if parts is None else list(parts)
         if not self.failed:
-            # without a wait no pair of events, which are kept until a step
+            # timed only if it waits: the events of a measurement are kept until the next step
             waits = self.metrics.waiting.measured() if self.stream.awaits(used) else nullcontext()
             with self.deferring_errors(), waits:
                 within = Patience(self.longest_wait_seconds)

@@ -33,8 +33,9 @@ def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (Run(2, 3, "zero"), Run(2, 2, "zero", "load_from_fp32_weights"), STEPS),
         (Run(2, 2, "predictive"), Run(2, 2, "predictive", "load_from_fp32_weights"), STEPS + 1),
+        (Run(2, 2, "selective"), Run(2, 2, "selective", "fp32_sums"), STEPS + 1),
     ],
-    ids=["stage 3 to 2", "ZenFlow within an interval"],
+    ids=["stage 3 to 2", "ZenFlow", "a mean of another dtype"],
 )
 def test_masters_come_from_the_checkpoint_if_weights_cannot_give_them(
     saved: Run, resumed: Run, steps: int, module_folder: Path

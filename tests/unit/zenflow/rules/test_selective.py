@@ -115,8 +115,10 @@ def compare_with_simulation(
     for number in range(steps):
         gradient = torch.randn(numel, generator=generator) * scale.roll(number)
         adam.begin_step()
-        factor = 8.0 * 2 ** (number % 3)  # as a loss scale that changes
-        adam.step_partition(0, on_device(gradient * factor), 1.0 / factor)
+        factor = 8.0 * 2 ** (number // 2 % 3)  # as a loss scale that changes
+        sign = -1.0 if number % 5 == 4 else 1.0
+        optimizer.param_groups[0]["maximize"] = sign < 0.0
+        adam.step_partition(0, on_device(gradient * factor * sign), 1.0 / factor)
         adam.finish_weights()
         adam.end_step()
         expected = simulated.step(gradient)
