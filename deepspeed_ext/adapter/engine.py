@@ -20,6 +20,7 @@ from deepspeed_ext.adapter.engine_construction import (
     EngineConstruction,
     WeakEngine,
     built_together,
+    existing_objects_left_out,
     joint,
 )
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
@@ -64,7 +65,7 @@ class Engine(EngineConstruction):
         with ExitStack() as undo:
             self._begin(undo, mpu)
             timer = throughput_timer(self._throughput_timer)
-            with built_together(mpu), swapped(timer):
+            with built_together(mpu), swapped(timer), existing_objects_left_out():
                 super().__init__(*args, **kwargs)
                 if self._parts is not None:
                     self.optimizer.unregister_grad_acc_post_hooks()

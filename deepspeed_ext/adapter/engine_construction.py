@@ -116,6 +116,21 @@ def built_together(mpu: Any) -> Iterator[None]:
     raise_together(ranks_of_model(mpu), error, otherwise=None)
 
 
+@contextmanager
+def existing_objects_left_out() -> Iterator[None]:
+    """Exclude live objects from garbage collection in the block: it imports torch's compiler, whose
+    many objects make the collector traverse all of them several times."""
+    gc.collect()  # also a deleted engine, which is in a reference cycle
+    freezes = gc.get_freeze_count() < 1000  # Python itself has some; more are the program's
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
 def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `deepspeed.initialize` in an agreement: an error of one rank, such as an unreadable
     config, is raised on every rank. The other ranks learn of it at their first agreement."""
@@ -307,8 +322,6 @@ class EngineConstruction(DeepSpeedEngine):
                 undo=self._undo,
             )
         with together(self._ranks, otherwise=None):
-            if self._training:
-                gc.collect()  # a deleted engine is in a reference cycle
             given = [] if optimizer is None else optimizer.param_groups
             trained = {id(x) for group in given for x in group["params"] if x.requires_grad}
             if zenflow is not None and not all(map(trained.isdisjoint, self._training.values())):
@@ -415,9 +428,7 @@ class EngineConstruction(DeepSpeedEngine):
 def _flattening(plans: Sequence[FlattenPlan]) -> str:
     size = sum(plan.facts.buffer_bytes for plan in plans) / 2**20
     tiers = {plan.tier: plan.reason for plan in plans}
-    how = ", ".join(
-        tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items()
-    )
+    how = ", ".join(t if t == TIERS[0] else f"{t} ({why})" for t, why in tiers.items())
     return f"{size:,.1f} MiB of parameters in {counted(len(plans), 'group')}, tier {how}"
 
 

@@ -262,12 +262,6 @@ class StepDriver:
         for index, receiver in enumerate(self.receivers):
             receiver.grad = self._host.coming_slot(index)
 
-    def forget_gradients(self) -> None:
-        """Discard gradients on the host, after a step or an overflow."""
-        if self.gradients is not None:
-            with self._host.link.deferring_errors():
-                self.gradients.forget()
-
     def slots(self) -> list[torch.Tensor]:
         """Each partition's gradient of the next step, on the host."""
         return list(map(self._host.coming_slot, range(len(self.receivers))))

@@ -164,7 +164,9 @@ class StepsInProcess(ZeROOptimizer):
 
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
-        self.zenflow_parts.driver.forget_gradients()
+        if self._host_gradients is not None:
+            with self.host_optimizer.link.deferring_errors():
+                self._host_gradients.forget()
 
     def _step(self, super_call: Callable[[], None], *swaps: Swap) -> None:
         """Step, with `swaps` for DeepSpeed's."""

@@ -325,9 +325,9 @@ class CheckpointFolder:
         # by the file system's clock, which may be another host's
         now = os.stat(self.staging).st_mtime
         names = os.listdir(parent)
-        for name in filter(files.is_temporary, names):
+        for path in (os.path.join(parent, name) for name in names if files.TEMPORARY in name):
             with contextlib.suppress(OSError):
-                if os.stat(path := os.path.join(parent, name)).st_mtime < now - _QUIET_SECONDS:
+                if os.stat(path).st_mtime < now - _QUIET_SECONDS:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
             other = CheckpointFolder(parent, found["tag"], self._model_files)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_TEMPORARY = ".dsext-tmp"
+TEMPORARY = ".dsext-tmp"
 _CRC = struct.Struct("<I")
 _SUM_BYTES = 1 << 20
 """Written and summed in one go, while it is in the core's cache."""
@@ -42,11 +42,8 @@ def opened(path: str, flags: int) -> Iterator[int]:
 
 def memory_at(address: int, nbytes: int) -> memoryview:
     """The `nbytes` bytes of memory at `address`, for reading."""
-    return (
-        memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-        if nbytes
-        else memoryview(b"")
-    )
+    array = (ctypes.c_char * nbytes).from_address(address)
+    return memoryview(array).cast("B") if nbytes else memoryview(b"")
 
 
 def write(descriptor: int, memory: memoryview, offset: int) -> None:
@@ -73,8 +70,7 @@ def write_crc(descriptor: int, crc: int, places: Sequence[int]) -> None:
 
 def read_crc(descriptor: int, place: int) -> int:
     """Read what `write_crc` has written."""
-    found: int = _CRC.unpack(os.pread(descriptor, _CRC.size, place))[0]
-    return found
+    return int(_CRC.unpack(os.pread(descriptor, _CRC.size, place))[0])
 
 
 def sync_folder(path: str) -> None:
@@ -111,13 +107,8 @@ def replace_file(path: str, content: str) -> None:
 
 
 def beside(path: str, key: str) -> str:
-    """Name of a temporary file beside `path`; `key` tells several apart."""
-    return f"{path}{_TEMPORARY}.{key}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a name is one of `beside`, which a crash may have left."""
-    return _TEMPORARY in name
+    """Name of a temporary file beside `path`, which has `TEMPORARY`; `key` tells several apart."""
+    return f"{path}{TEMPORARY}.{key}"
 
 
 def remove_tree(path: str) -> None:

@@ -3,8 +3,10 @@ that it waits for or does without."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
 from deepspeed_ext.adapter import engine_construction, upstream
-from deepspeed_ext.adapter.engine_construction import built_together
+from deepspeed_ext.adapter.engine_construction import built_together, existing_objects_left_out
 from deepspeed_ext.adapter.upstream import OpBuilder, announced_builds, swapped
 from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime import log as _logging
@@ -144,3 +146,24 @@ def test_the_lock_of_a_killed_build_is_named(
     (line,) = said
     assert line.startswith(f"waiting for the lock {locks[0]}, ")
     assert "minutes old" in line
+
+
+@pytest.mark.parametrize("program_freezes", [False, True])
+def test_collections_leave_live_objects_out_only_while_an_engine_is_built(
+    program_freezes: bool,
+) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.unfreeze()  # what tests/conftest.py has frozen
+    deleted = weakref.ref(Cycle())
+    if program_freezes:
+        gc.freeze()
+    try:
+        with existing_objects_left_out():
+            assert (deleted() is None) is not program_freezes
+            assert gc.get_freeze_count() > 10_000
+        assert (gc.get_freeze_count() > 10_000) is program_freezes
+    finally:
+        gc.freeze()

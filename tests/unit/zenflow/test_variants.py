@@ -14,8 +14,6 @@ from tests.support.matrix import cover
 from tests.support.ranks import run_ranks
 from tests.support.variants import EVENTS, OVERFLOWS, STEPS, VARIANTS, Variant, failed_resumes
 
-CASE = ("name", "stage", "ranks", "dtype", "accumulation", "clipping")
-
 
 def of(chosen: dict[str, Variant], **more: list[Any]) -> pytest.MarkDecorator:
     """Cases that hold every pair of a variant's settings and of `more`."""
@@ -26,7 +24,12 @@ def of(chosen: dict[str, Variant], **more: list[Any]) -> pytest.MarkDecorator:
             each.stages, each.ranks, each.dtypes, each.accumulations, each.clippings, *more.values()
         )
     ]
-    return pytest.mark.parametrize((*CASE, *more), cover(cases))
+    given, ids = [], []
+    for name, stage, ranks, dtype, accumulation, clipping, *others in cover(cases):
+        config = chosen[name].config(stage, dtype, accumulation, clipping)
+        given.append((chosen[name], config, stage, ranks, *others))
+        ids.append("-".join(map(str, (name, stage, ranks, dtype, accumulation, clipping, *others))))
+    return pytest.mark.parametrize(("variant", "config", "stage", "ranks", *more), given, ids=ids)
 
 
 def at_their_stages(*names: str, least: int = 1) -> pytest.MarkDecorator:
@@ -48,10 +51,8 @@ ALIKE = {name: each for name, each in VARIANTS.items() if each.like is not None}
 @pytest.mark.sampled(16)
 @of(ALIKE)
 def test_it_has_the_bits_of_the_run_that_it_is_like(
-    name: str, stage: int, ranks: int, dtype: str, accumulation: int, clipping: float
+    variant: Variant, config: Any, stage: int, ranks: int
 ) -> None:
-    variant = VARIANTS[name]
-    config = variant.config(stage, dtype, accumulation, clipping)
     found = run(
         variants.differs, ranks, variant, config, variant.other(config), variant, pool=f"{stage}"
     )
@@ -70,22 +71,13 @@ BETWEEN = {
 @pytest.mark.sampled(110)
 @of(BETWEEN, event=[*EVENTS, "any"])
 def test_what_comes_between_steps_changes_nothing(
-    name: str,
-    stage: int,
-    ranks: int,
-    dtype: str,
-    accumulation: int,
-    clipping: float,
-    event: str,
-    tmp_path: Path,
+    variant: Variant, config: Any, stage: int, ranks: int, event: str, tmp_path: Path
 ) -> None:
-    variant = VARIANTS[name]
     if event == "sleep" and "offload_param" in variant.zero:
         pytest.skip("DeepSpeed moves no states of weights that are on the host")
     events = tuple(EVENTS) if event == "any" else (event,)
     if "offload_param" in variant.zero:
         events = tuple(each for each in events if each != "sleep")
-    config = variant.config(stage, dtype, accumulation, clipping)
     how = config, variant, events, str(tmp_path), stage + ranks
     assert run(variants.disturbed, ranks, variant, *how, pool=f"{stage}") == [""] * ranks
 
@@ -93,16 +85,8 @@ def test_what_comes_between_steps_changes_nothing(
 @pytest.mark.sampled(90)
 @of(VARIANTS)
 def test_a_resumed_run_goes_on_to_the_bit(
-    name: str,
-    stage: int,
-    ranks: int,
-    dtype: str,
-    accumulation: int,
-    clipping: float,
-    tmp_path: Path,
+    variant: Variant, config: Any, stage: int, ranks: int, tmp_path: Path
 ) -> None:
-    variant = VARIANTS[name]
-    config = variant.config(stage, dtype, accumulation, clipping)
     assert failed_resumes(ranks, variant, config, str(tmp_path)) == []
 
 
@@ -122,18 +106,9 @@ def test_a_run_may_be_resumed_after_every_step(
 @pytest.mark.sampled(96)
 @of(ALIKE, there=[False, True])
 def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
-    name: str,
-    stage: int,
-    ranks: int,
-    dtype: str,
-    accumulation: int,
-    clipping: float,
-    there: bool,
-    tmp_path: Path,
+    variant: Variant, config: Any, stage: int, ranks: int, there: bool, tmp_path: Path
 ) -> None:
     """And the other way round."""
-    variant = VARIANTS[name]
-    config = variant.config(stage, dtype, accumulation, clipping)
     both = [config, variant.other(config)]
     saves, loads = both if there else both[::-1]
     assert failed_resumes(ranks, variant, saves, str(tmp_path), loads) == []
