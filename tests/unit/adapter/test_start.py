@@ -149,15 +149,9 @@ def test_the_lock_of_a_killed_build_is_named(
 
 
 @pytest.mark.parametrize("program_freezes", [False, True])
-def test_collections_leave_live_objects_out_only_while_an_engine_is_built(
-    program_freezes: bool,
-) -> None:
-    class Cycle:
-        def __init__(self) -> None:
-            self.itself = self
-
+def test_live_objects_are_left_out_of_collections_in_the_block(program_freezes: bool) -> None:
     gc.unfreeze()  # what tests/conftest.py has frozen
-    deleted = weakref.ref(Cycle())
+    deleted = weakref.ref(type("Deleted", (), {}))  # a class is in a reference cycle
     if program_freezes:
         gc.freeze()
     try:

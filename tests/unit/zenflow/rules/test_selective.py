@@ -232,6 +232,13 @@ def test_interval_three_as_drawn_in_the_module() -> None:
     assert [p.selects for p in plans] == [True] + [False] * 5 + [True] + [False] * 3
 
 
+def test_an_interval_ends_before_a_longer_warm_up_begins() -> None:
+    before, after = (make(3, True, warm_up=steps) for steps in (1, 9))
+    walk(before, 3)
+    after.state = before.state
+    assert [p.collected for p in walk(after, 3)] == [2, 0, 0]
+
+
 schedules = st.integers(1, 6).flatmap(
     lambda interval: st.tuples(
         st.just(interval),
