@@ -118,8 +118,7 @@ def built_together(mpu: Any) -> Iterator[None]:
 
 @contextmanager
 def existing_objects_left_out() -> Iterator[None]:
-    """Exclude live objects from garbage collection in the block: it imports torch's compiler, whose
-    many objects make the collector traverse all of them several times."""
+    """Leave live objects out of garbage collections, of which imports in the block cause many."""
     gc.collect()  # also a deleted engine, which is in a reference cycle
     freezes = gc.get_freeze_count() < 1000  # Python itself has some; more are the program's
     if freezes:

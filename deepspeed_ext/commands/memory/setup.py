@@ -253,7 +253,7 @@ def read_config(path: str, ranks: int) -> tuple[Setup, str, list[str]]:
         zenflow=zenflow and ZenFlowConfig(**zenflow.model_dump(exclude_unset=True)),
         accumulation=_accumulation(config, ranks),
         sums=_SUMS.get(str(summed.get("grad_accum_dtype"))),
-        fused_adam=not of_torch and (name in ("adamw", *LAYOUTS) or on_host),
+        fused_adam=not of_torch and (name in ("adam", "adamw", "lion") or on_host),
         pins=on_host and offload is not None and offload.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
         host_share=None if zero.host_ratio == "auto" else zero.host_ratio,

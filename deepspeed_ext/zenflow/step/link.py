@@ -49,7 +49,7 @@ class WorkerThreads:
     def start(self, arena: Arena, plan: ZenFlowPlan) -> OptimizerProcess:
         """Start the worker on this rank's arena, which `plan` describes."""
         chunk = plan.chunk_numel if plan.copies is Copies.BESIDE_STEP else None
-        how = self.placement, self.count, library_path(), chunk
+        how = self.placement, self.count, library_path(plan.rule.layout.passes), chunk
         return OptimizerProcess(
             arena,
             WorkerPlan(arena.layout, plan.rule.layout, plan.rule.block_size, *how),

@@ -53,10 +53,8 @@ ALIKE = {name: each for name, each in VARIANTS.items() if each.like is not None}
 def test_it_has_the_bits_of_the_run_that_it_is_like(
     variant: Variant, config: Any, stage: int, ranks: int
 ) -> None:
-    found = run(
-        variants.differs, ranks, variant, config, variant.other(config), variant, pool=f"{stage}"
-    )
-    assert found == [""] * ranks
+    how = config, variant.other(config), variant
+    assert run(variants.differs, ranks, variant, *how, pool=f"{stage}") == [""] * ranks
 
 
 BETWEEN = {
@@ -123,11 +121,8 @@ def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
 def test_overflowed_steps_change_nothing(name: str, stage: int) -> None:
     variant = VARIANTS[name]
     config = variant.config(stage, "fp16", 1, 0.5)
-    expected, updates = [], 0
-    for number in range(STEPS):
-        overflows = number in OVERFLOWS
-        updates += not overflows
-        expected.append((overflows, overflows, updates))
+    updates = itertools.accumulate(number not in OVERFLOWS for number in range(STEPS))
+    expected = [(n in OVERFLOWS, n in OVERFLOWS, done) for n, done in enumerate(updates)]
     found = run(variants.overflowing, 2, variant, config, variant, pool=f"{stage}")
     assert found == [expected] * 2
 

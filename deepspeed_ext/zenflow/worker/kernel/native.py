@@ -20,6 +20,7 @@ from deepspeed_ext.zenflow.worker.kernel.passes import (
     Array,
     Kernel,
     Pass,
+    Passes,
     rounding_key,
 )
 
@@ -35,12 +36,13 @@ _SIGNATURES = {
 }
 
 
-def library_path() -> str | None:
-    """Return the path of the native kernel, or ``None`` to use the reference.
+def library_path(passes: type[Passes] | None = None) -> str | None:
+    """Return the path of the native kernel, or ``None`` to use the reference, as for `passes`
+    without a native function.
 
     Unless it is disabled, a kernel that is not available causes a warning with the reason.
     """
-    if is_off("DSEXT_NATIVE_KERNEL"):
+    if is_off("DSEXT_NATIVE_KERNEL") or (passes is not None and not passes.function):
         return None
     why = f"{BUILT} does not exist: deepspeed_ext was installed without a C++ compiler"
     if BUILT.exists():
@@ -182,8 +184,6 @@ class NativeKernel(Kernel):
         Raises:
             OSError: the system refuses it.
         """
-        first: dict[int, int] = {}
-        for number, cpu in zip(self.thread_ids(), cpus, strict=False):
-            first.setdefault(number, cpu)
-        for number, cpu in first.items():
+        pairs = [*zip(self.thread_ids(), cpus, strict=False)]
+        for number, cpu in dict(reversed(pairs)).items():  # a thread's first CPU
             os.sched_setaffinity(number, {cpu})

@@ -133,14 +133,14 @@ class Passes(ABC):
     step_type: ClassVar[type]
     """The constants of a step: a frozen dataclass with `lr`, `step` (number of the update, from 1)
     and `grad_scale` (``c``: factor of the stored gradient, loss scale and clipping)."""
-    function: ClassVar[str]
-    """The native library's function."""
+    function: ClassVar[str] = ""
+    """The native library's function; empty: it has none, and the worker uses `take_host_step`."""
 
     @staticmethod
-    @abstractmethod
     def numbers(publish: Any, step: Any) -> tuple[float, ...]:
         """The numbers that follow ``Pass`` in the arguments of the native function; without a step
         zeros in place of its constants."""
+        raise NotImplementedError
 
     @staticmethod
     @abstractmethod
@@ -182,7 +182,7 @@ class StateLayout:
     """The state of one optimizer.
 
     Attributes:
-        name: name in checkpoints.
+        name: name in checkpoints, and of the optimizer in configs, in small letters.
         moments: for each array besides p, its kind in the arena and its name in the optimizer's
             state.
         per_block: kind and dtype of the array from which the predictive rule's estimate is made.

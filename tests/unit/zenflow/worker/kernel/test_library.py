@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.zenflow.worker.kernel import load_kernel, native
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPasses
 from deepspeed_ext.zenflow.worker.kernel.native import library_path
+from deepspeed_ext.zenflow.worker.kernel.passes import Passes
 from tests.support.kernels import needs_native
 
 
@@ -24,7 +26,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_library_that_was_built_is_found_unless_it_is_disabled(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert library_path() == str(native.BUILT)
+    assert library_path() == library_path(LionPasses) == str(native.BUILT)
+    assert library_path(Passes) is None  # without a function in it
     monkeypatch.setenv("DSEXT_NATIVE_KERNEL", "0")
     assert library_path() is None
     assert said == []
