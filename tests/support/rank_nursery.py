@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, NoReturn
 
 from tests.support.paths import ROOT
@@ -270,13 +271,15 @@ def _import(deepspeeds: bool) -> None:
 def main() -> None:
     listening = dict(argument.split("=") for argument in sys.argv[1:])
     device, *others = listening
+    end_with_parent = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # which may end before the imports do
     _ask_for_the_cpu_once()
     _import(deepspeeds=False)
     for other in others:
         if os.fork() == 0:
             device = other
+            end_with_parent()
             break
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if device == "sim":
         from tests.support.simulated_accelerator import accelerator
 

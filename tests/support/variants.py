@@ -324,10 +324,6 @@ def _stream(engine: Any, folder: str, number: int) -> None:
         pass
 
 
-def _nothing(engine: Any, folder: str, number: int) -> None:
-    pass
-
-
 EVENTS: dict[str, Callable[[Any, str, int], None]] = {
     "exact weights": _look,
     "reads and writes": _read,
@@ -338,7 +334,7 @@ EVENTS: dict[str, Callable[[Any, str, int], None]] = {
     "evaluation": _evaluate,
     "stream of weights": _stream,
     "drain": lambda engine, folder, number: engine.optimizer.host_optimizer.state.drain(),
-    "read gradients": _nothing,
+    "read gradients": lambda engine, folder, number: None,
 }
 """Before a step: of which engine, a folder, its number. "read gradients" is in backward, and "new
 engine" changes the engine as well."""
