@@ -148,7 +148,7 @@ def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
 def optimizer_process(kernel: str) -> dict[str, Any]:
     library = library_path() if kernel == "native" else None
     with (
-        patch.object(link, "library_path", lambda: library),
+        patch.object(link, "library_path", lambda *of: library),
         running(library=library) as (_, process),
     ):
         seen = psutil.Process(process.pid)

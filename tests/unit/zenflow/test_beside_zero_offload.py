@@ -143,7 +143,7 @@ def outcome(
 def differs(config: dict[str, Any], *how: str) -> list[Any]:
     """How the two runs differ, by how much their norms do, and how many steps were skipped."""
     norms = Norms()
-    with patch.object(link, "library_path", lambda: None), small_chunks():
+    with patch.object(link, "library_path", lambda *of: None), small_chunks():
         ours = outcome(config, norms, *how, extended=True)
     theirs_norms = Norms(norms)
     theirs = outcome(offload_config(config), theirs_norms, *how, extended=False)

@@ -219,7 +219,7 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
     """Distance of the sample's prediction from the weights, over the length of the update; of each
     prediction."""
     found = []
-    with probing(1, 1), patch.object(link, "library_path", lambda: None):
+    with probing(1, 1), patch.object(link, "library_path", lambda *of: None):
         engine = make_engine(config)
         adam = engine.optimizer.host_optimizer
         for batch in batches(steps, dist.get_rank()):
